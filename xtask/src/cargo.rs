@@ -26,10 +26,7 @@ pub(crate) fn cargo<A: AsRef<OsStr>>(
 ) -> Result<Command, ExitError> {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(arguments).current_dir(workspace_root()?);
-    if let Some(folder) = target_dir(|name| env::var_os(name)) {
-        // A relative path is relative to the caller's directory.
-        let folder = std::path::absolute(&folder)
-            .map_err(|error| ExitError::new(format!("no usable target directory: {error}")))?;
+    if let Some(folder) = shared_target()? {
         command.env("CARGO_TARGET_DIR", folder);
     }
     if let Some(folder) = duckdb::folder() {
@@ -43,6 +40,19 @@ pub(crate) fn cargo<A: AsRef<OsStr>>(
         }
     }
     Ok(command)
+}
+
+/// The target directory of [`cargo`].
+pub(crate) fn target() -> Result<PathBuf, ExitError> {
+    Ok(shared_target()?.unwrap_or(workspace_root()?.join("target")))
+}
+
+fn shared_target() -> Result<Option<PathBuf>, ExitError> {
+    let Some(folder) = target_dir(|name| env::var_os(name)) else { return Ok(None) };
+    // A relative path is relative to the caller's directory.
+    let folder = std::path::absolute(&folder)
+        .map_err(|error| ExitError::new(format!("no usable target directory: {error}")))?;
+    Ok(Some(folder))
 }
 
 /// Runs `command`; `step` names it in error messages.

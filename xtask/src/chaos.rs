@@ -17,7 +17,7 @@ use crate::setup;
 
 /// Work per minute of the limit, by the variable that the tests read.
 const WORK: [(&str, u32); 7] = [
-    ("HEADWATER_SEQUENCES", 2000),
+    ("HEADWATER_SEQUENCES", 100),
     ("HEADWATER_KILLS", 200),
     ("HEADWATER_STEPS", 14),
     ("HEADWATER_FAULTS", 12),
@@ -26,13 +26,15 @@ const WORK: [(&str, u32); 7] = [
     ("HEADWATER_COMMAND_KILLS", 7),
 ];
 
-/// Tests that measure how long healthy partitions stop. They run first and a few at a time: beside the others, which keep every
-/// processor busy, they would measure how long tasks wait for a processor.
-const MEASURING: ChaosPass = ChaosPass { filter: "test(/dead_shard/)", threads: Some("2") };
+/// They run first, and two at a time.
+const MEASURING: ChaosPass = ChaosPass { filter: crate::test::MEASURING, threads: Some("2") };
 /// All others.
 const LOADING: ChaosPass = ChaosPass {
-    filter: "binary(/differential|crash|simulation|chaos|clock_steps|consume_exec|full_disk|fault_matrix|topologies/)
-     | (test(/differential|crash|full_server|slot_migration|data_loss|lost_replies/) & !test(/dead_shard/))",
+    filter: "(binary(/differential|crash|simulation|chaos|clock_steps|consume_exec|full_disk|fault_matrix|topologies/)
+     | binary(/^(redis_(append_order|clocks|disconnect_reader|discovery|failures)|rebalance|database_pools|kill_points)$/)
+     | binary(/^(start_without_redis|streams_unavailable)$/)
+     | test(/differential|crash|full_server|slot_migration|data_loss|lost_replies/)
+     | (binary(consuming) & test(/^deleted::/))) & !(test(/dead_shard/) | binary(dead_shard))",
     threads: None,
 };
 
@@ -131,6 +133,7 @@ struct ChaosTotals {
     doubled: u64,
     lost: u64,
     longest_stop_ms: u64,
+    longest_loss_window_ms: u64,
 }
 
 impl ChaosTotals {
@@ -142,8 +145,11 @@ impl ChaosTotals {
                 let (_, rest) = line.split_once(&format!("\"{name}\":"))?;
                 rest.split([',', '}']).next()?.parse().ok()
             };
-            let counts = ["sent", "handled", "doubled", "lost", "longest_stop_ms"].map(number);
-            let [Some(sent), Some(handled), Some(doubled), Some(lost), Some(stop)] = counts else {
+            let names =
+                ["sent", "handled", "doubled", "lost", "longest_stop_ms", "longest_loss_window_ms"];
+            let [Some(sent), Some(handled), Some(doubled), Some(lost), Some(stop), Some(window)] =
+                names.map(number)
+            else {
                 continue;
             };
             totals.tests += 1;
@@ -152,6 +158,7 @@ impl ChaosTotals {
             totals.doubled += doubled;
             totals.lost += lost;
             totals.longest_stop_ms = totals.longest_stop_ms.max(stop);
+            totals.longest_loss_window_ms = totals.longest_loss_window_ms.max(window);
         }
         totals
     }
@@ -159,11 +166,13 @@ impl ChaosTotals {
 
 impl fmt::Display for ChaosTotals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { tests, sent, handled, doubled, lost, longest_stop_ms } = self;
+        let Self { tests, sent, handled, doubled, lost, longest_stop_ms, longest_loss_window_ms } =
+            self;
         write!(
             f,
             "chaos: {tests} tests counted {sent} messages sent, {handled} handled, {doubled} doubled, {lost} lost with unreplicated \
-             writes; the longest stop of a healthy partition was {longest_stop_ms} ms"
+             writes; the longest stop of a healthy partition was {longest_stop_ms} ms; the longest time in which unreplicated writes \
+             could be lost was {longest_loss_window_ms} ms"
         )
     }
 }
@@ -219,8 +228,8 @@ mod tests {
     #[test]
     fn the_counts_of_all_tests_are_added_up() {
         let report = concat!(
-            "{\"test\":\"a\",\"sent\":5,\"handled\":4,\"doubled\":2,\"lost\":1,\"longest_stop_ms\":70}\n",
-            "{\"test\":\"b\",\"sent\":3,\"handled\":3,\"doubled\":0,\"lost\":0,\"longest_stop_ms\":900}\n",
+            "{\"test\":\"a\",\"sent\":5,\"handled\":4,\"doubled\":2,\"lost\":1,\"longest_stop_ms\":70,\"longest_loss_window_ms\":8}\n",
+            "{\"test\":\"b\",\"sent\":3,\"handled\":3,\"doubled\":0,\"lost\":0,\"longest_stop_ms\":900,\"longest_loss_window_ms\":7}\n",
             "{\"test\":\"c\",\"sent\":3,",
         );
         let expected = ChaosTotals {
@@ -230,6 +239,7 @@ mod tests {
             doubled: 2,
             lost: 1,
             longest_stop_ms: 900,
+            longest_loss_window_ms: 8,
         };
         assert_eq!(ChaosTotals::read(report), expected);
         assert_eq!(ChaosTotals::read(""), ChaosTotals::default());

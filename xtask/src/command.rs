@@ -11,9 +11,10 @@ Usage: cargo xtask <command>
                        build and run the demo, which needs no server; with reports
                        on request, which take as long to build as all the rest
   bench [-- ARGS]      run the benchmarks; ARGS go to the benchmark
-  bench console [--quick]
+  bench console [--quick] [--only NAME]
                        measure the web console in a browser; with --quick on little data and
-                       a debug build, to see that it works
+                       a debug build, to see that it works; with --only the tests with NAME
+                       in their names, such as sqlite, postgres, browser or issue_runs
   chaos [--minutes N]  run the crash and differential tests with N times the work,
                        stopped after N minutes (default 10)
   screenshots          write the pictures of the documentation (docs/images): the demo in a
@@ -40,7 +41,7 @@ pub(crate) enum XtaskCommand {
     Lines,
     Demo { analytics: bool, arguments: Vec<String> },
     Bench { arguments: Vec<String> },
-    BenchConsole { quick: bool },
+    BenchConsole { quick: bool, only: Option<String> },
     Chaos { minutes: u32 },
     Screenshots,
 }
@@ -65,14 +66,10 @@ impl XtaskCommand {
                 let (analytics, rest) = demo_flag(rest);
                 Ok(Self::Demo { analytics, arguments: passed_on(rest)? })
             }
-            "bench" => match rest.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-                ["console"] => Ok(Self::BenchConsole { quick: false }),
-                ["console", "--quick"] => Ok(Self::BenchConsole { quick: true }),
-                ["console", other, ..] => {
-                    Err(usage(&format!("unexpected argument `{other}`: only `--quick`")))
-                }
-                _ => Ok(Self::Bench { arguments: passed_on(rest)? }),
-            },
+            "bench" if rest.first().is_some_and(|first| first == "console") => {
+                bench_console(&rest[1..])
+            }
+            "bench" => Ok(Self::Bench { arguments: passed_on(rest)? }),
             "chaos" => Ok(Self::Chaos { minutes: minutes(&rest)? }),
             unknown => Err(usage(&format!("unknown command `{unknown}`"))),
         }
@@ -117,6 +114,34 @@ fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, ExitError> {
             "unexpected argument `{first}`: arguments to pass on come after `--`"
         ))),
     }
+}
+
+/// Which tests of the console run, and whether on little data.
+fn bench_console(mut rest: &[String]) -> Result<XtaskCommand, ExitError> {
+    let (mut quick, mut only) = (false, None);
+    loop {
+        rest = match rest {
+            [] => return Ok(XtaskCommand::BenchConsole { quick, only }),
+            [flag, rest @ ..] if flag == "--quick" => {
+                quick = true;
+                rest
+            }
+            // The name becomes part of a filter expression.
+            [flag, name, rest @ ..] if flag == "--only" && is_name(name) => {
+                only = Some(name.clone());
+                rest
+            }
+            [other, ..] => {
+                let expected = "`--quick` and `--only NAME`, a part of the name of a test";
+                return Err(usage(&format!("unexpected argument `{other}`: only {expected}")));
+            }
+        };
+    }
+}
+
+/// Whether a text can be part of the name of a test.
+fn is_name(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
 fn minutes(rest: &[String]) -> Result<u32, ExitError> {
@@ -169,9 +194,16 @@ mod tests {
 
     #[test]
     fn the_console_is_measured_on_little_or_much_data() {
-        assert_eq!(parse("bench console"), Ok(XtaskCommand::BenchConsole { quick: false }));
-        assert_eq!(parse("bench console --quick"), Ok(XtaskCommand::BenchConsole { quick: true }));
-        assert!(parse("bench console --slow").is_err());
+        let console = |quick, only: Option<&str>| {
+            Ok(XtaskCommand::BenchConsole { quick, only: only.map(str::to_owned) })
+        };
+        assert_eq!(parse("bench console"), console(false, None));
+        assert_eq!(parse("bench console --quick"), console(true, None));
+        assert_eq!(parse("bench console --only issue_runs"), console(false, Some("issue_runs")));
+        assert_eq!(parse("bench console --only sqlite --quick"), console(true, Some("sqlite")));
+        for line in ["--slow", "--only", "--only a) | test(b", "--quick sqlite"] {
+            assert!(parse(&format!("bench console {line}")).is_err(), "`{line}`");
+        }
     }
 
     #[test]

@@ -49,7 +49,7 @@ fn run() -> Result<(), ExitError> {
         XtaskCommand::Lines => lines::run(),
         XtaskCommand::Demo { analytics, arguments } => demo::run(analytics, &arguments),
         XtaskCommand::Bench { arguments } => bench::run(&arguments),
-        XtaskCommand::BenchConsole { quick } => bench::console(quick),
+        XtaskCommand::BenchConsole { quick, only } => bench::console(quick, only.as_deref()),
         XtaskCommand::Chaos { minutes } => chaos::run(minutes),
         XtaskCommand::Screenshots => screenshots::run(),
     }

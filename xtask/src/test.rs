@@ -10,6 +10,11 @@ use crate::duckdb::cargo_on_everything;
 use crate::exit::ExitError;
 use crate::{redis_versions, setup, tidy};
 
+/// Tests that measure how long healthy work stops. Beside the others, which keep every processor busy, they would measure how long
+/// tasks wait for a processor.
+pub(crate) const MEASURING: &str = "test(/dead_shard/) | binary(dead_shard)";
+const MEASURING_THREADS: &str = "--test-threads=3";
+
 pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), ExitError> {
     let started = Instant::now();
 
@@ -23,17 +28,35 @@ pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), ExitError> {
     }
 
     heading("tests", started);
-    for mut tests in cargo_on_everything(&["nextest", "run"])? {
-        cargo::run("tests", tests.args(nextest_arguments))?;
+    if nextest_arguments.is_empty() {
+        run_tests("tests", "all()", |_| {})?;
+    } else {
+        for mut tests in cargo_on_everything(&["nextest", "run"])? {
+            cargo::run("tests", tests.args(nextest_arguments))?;
+        }
     }
     for server in redis_versions::provide()? {
         heading(&format!("tests on {}", server.name), started);
-        // Those of the first command: everything but the binary, if there is no DuckDB.
-        let mut tests = cargo_on_everything(&["nextest", "run"])?.swap_remove(0);
-        tests.args(["-E", &server.tests]).env(redis_versions::VARIABLE, server.path);
-        cargo::run(server.name, &mut tests)?;
+        run_tests(server.name, &server.tests, |tests| {
+            tests.env(redis_versions::VARIABLE, &server.path);
+        })?;
     }
     Ok(())
+}
+
+/// Runs the tests of a filter: first those that measure.
+fn run_tests(step: &str, filter: &str, prepare: impl Fn(&mut Command)) -> Result<(), ExitError> {
+    let measuring = (format!("({filter}) & ({MEASURING})"), Some(MEASURING_THREADS));
+    let others = (format!("({filter}) & !({MEASURING})"), None);
+    let mut failed = None;
+    for (filter, threads) in [measuring, others] {
+        for mut tests in cargo_on_everything(&["nextest", "run", "--no-tests", "pass"])? {
+            prepare(tests.args(["-E", &filter]).args(threads));
+            // The others run all the same: one run shows everything that is broken.
+            failed = failed.or(cargo::run(step, &mut tests).err());
+        }
+    }
+    failed.map_or(Ok(()), Err)
 }
 
 /// All checks except the tests, with their headings.

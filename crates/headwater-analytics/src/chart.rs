@@ -20,10 +20,10 @@ const TOP: f64 = 64.0;
 const BOTTOM: f64 = 312.0;
 const LEFT: f64 = 80.0;
 const RIGHT: f64 = 944.0;
-const COLOURS: [&str; 3] = ["#2f6fb3", "#e08a2e", "#5a9a4d"];
+const COLOURS: [&str; 6] = ["#2f6fb3", "#e08a2e", "#5a9a4d", "#8a5fb0", "#c0504d", "#6b7280"];
 
 /// Draws the result of a report.
-pub fn svg(title: &str, chart: &Chart, table: &Table) -> String {
+pub fn svg(title: &str, chart: &Chart<'_>, table: &Table) -> String {
     let title = clean(title);
     let rows = &table.rows[table.rows.len().saturating_sub(LABELS_MAX)..];
     let bars: Vec<usize> = chart.bars.iter().filter_map(|name| table.column(name)).collect();
@@ -65,7 +65,7 @@ fn legend(names: &[&str]) -> Markup {
         @for (index, name) in names.iter().enumerate() {
             @let x = LEFT + 160.0 * index as f64;
             rect x=(x) y="38" width="12" height="12" fill=(COLOURS[index % COLOURS.len()]) {}
-            text x=(x + 18.0) y="48" { (name) }
+            text x=(x + 18.0) y="48" { (shortened(&clean(name))) }
         }
     }
 }
@@ -138,7 +138,7 @@ mod tests {
 
     use super::*;
 
-    const CHART: Chart = Chart { label: "reason", bars: &["letters"] };
+    const CHART: Chart<'static> = Chart { label: "reason", bars: &["letters"] };
 
     fn table(rows: Vec<Vec<Value>>) -> Table {
         Table { columns: vec!["reason".into(), "letters".into()], rows, truncated: false }

@@ -21,7 +21,7 @@ pub enum AnalyticsError {
     Query(String),
 
     /// The query exceeded the time limit and was stopped.
-    #[error("query exceeded the limit of {} s and was cancelled; select fewer rows or use a report", limit.as_secs())]
+    #[error("query exceeded the limit of {} s and was cancelled; select fewer rows, or allow more time", limit.as_secs())]
     TooSlow {
         /// The time limit of a query.
         limit: std::time::Duration,

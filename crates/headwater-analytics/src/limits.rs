@@ -24,8 +24,8 @@ pub const ANSWER_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Bytes of SQL text.
 pub const SQL_BYTES_MAX: usize = 64 * 1024;
 
-/// Time limit of a query.
-pub const QUERY_TIME_MAX: Duration = Duration::from_secs(20);
+/// Time limit of a query, unless the caller sets another.
+pub const QUERY_TIME: Duration = Duration::from_secs(20);
 
 /// Dead letters copied per page.
 pub const DEAD_LETTERS_PAGE: usize = 1000;

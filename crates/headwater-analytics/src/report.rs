@@ -19,16 +19,16 @@ pub struct Report {
     /// The query. Empty: the rows are not in the DuckDB file; the server reads them from its database.
     pub sql: &'static str,
     /// The chart of its result.
-    pub chart: Chart,
+    pub chart: Chart<'static>,
 }
 
 /// A bar chart: the columns `bars` for each `label`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chart {
+pub struct Chart<'a> {
     /// The column with the labels below the bars.
-    pub label: &'static str,
+    pub label: &'a str,
     /// The columns drawn as bars, side by side.
-    pub bars: &'static [&'static str],
+    pub bars: &'a [&'a str],
 }
 
 /// All reports.

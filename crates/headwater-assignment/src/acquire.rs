@@ -4,26 +4,41 @@
 //! lease, because a process that paused between read and lease may have lost the entry to another one that
 //! finished the work.
 
-use futures_util::future::join_all;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use headwater_stream::{
     DeliveredEntry, EntryId, Fence, ReclaimFrom, ReclaimRequest, Result, StreamError, StreamName,
 };
+use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
 
 use crate::error::ClaimError;
 use crate::input::{self, Input, MalformedInput};
 use crate::member::{AssignmentMember, LeaseGuard};
 use crate::metrics::{CLAIMS, MALFORMED, QUARANTINED};
-use crate::notification::Notification;
+use crate::notification::{Notification, NotificationSlot};
 use crate::owned::Owned;
 use crate::owned_set::{NoCapacity, OwnedReservation};
 
+/// How long notifications wait for those of earlier entries.
+const ORDER_WAIT: Duration = Duration::from_secs(1);
+
 /// The outcome of a new input entry.
 enum NewEntry<'a> {
-    /// Owned or dead-lettered, or another consumer has it.
+    /// Its lease is held: it can be owned, and its notification sent.
+    Acquired {
+        input: Input,
+        reservation: OwnedReservation,
+        slot: NotificationSlot,
+        guard: LeaseGuard<'a>,
+    },
+    /// Dead-lettered, or another consumer has it.
     Handled,
-    /// To be released for other consumers; its lease afterwards, so that those it wakes find the entry released.
-    Surplus(Option<LeaseGuard<'a>>),
+    /// To be released for other consumers.
+    Surplus,
     /// To be retried: the backend was unavailable.
     Retry,
 }
@@ -155,7 +170,7 @@ impl AssignmentMember {
             consumer: &self.identity.consumer,
             fence: Some(fence),
             from: ReclaimFrom::Ids(&[id]),
-            min_idle: std::time::Duration::ZERO,
+            min_idle: Duration::ZERO,
             after: None,
             count: 1,
         };
@@ -180,24 +195,53 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// Acquires the streams of new entries. Returns the entries to retry because the backend was unavailable.
+    /// Acquires the streams of new entries, and sends their notifications in the order of the entries: one whose server does
+    /// not answer delays those behind it for [`ORDER_WAIT`] at most. Returns the entries to retry because the backend was
+    /// unavailable.
     pub(crate) async fn acquire_new(&self, deliveries: Vec<DeliveredEntry>) -> Vec<DeliveredEntry> {
-        let results = join_all(deliveries.iter().map(|delivery| self.take_new(delivery))).await;
+        let take = |(at, delivery)| async move { (at, self.take_new(delivery).await) };
+        let mut taking: FuturesUnordered<_> = deliveries.iter().enumerate().map(take).collect();
+        let ordered_until = Instant::now() + ORDER_WAIT;
+        let (mut ended, mut next) = (BTreeMap::new(), 0);
         let (mut again, mut surplus, mut guards) = (Vec::new(), Vec::new(), Vec::new());
-        for (delivery, result) in deliveries.into_iter().zip(results) {
+        loop {
+            let result = match ended.is_empty() {
+                true => Ok(taking.next().await),
+                false => timeout_at(ordered_until, taking.next()).await,
+            };
             match result {
-                NewEntry::Handled => {}
-                NewEntry::Surplus(guard) => {
-                    surplus.push(delivery.id);
-                    guards.extend(guard);
+                Ok(Some((at, entry))) => drop(ended.insert(at, entry)),
+                Ok(None) => break,
+                Err(_) => debug!("an input entry takes long; those behind it no longer wait"),
+            }
+            while let Some(first) = ended.first_entry()
+                && (*first.key() == next || Instant::now() >= ordered_until)
+            {
+                let (at, entry) = first.remove_entry();
+                next = next.max(at + 1);
+                match entry {
+                    NewEntry::Acquired { input, reservation, slot, guard } => {
+                        match self.take_ownership(input, &deliveries[at], reservation, guard) {
+                            Ok(owned) => slot.added(owned),
+                            Err(guard) => {
+                                surplus.push(deliveries[at].id);
+                                guards.push(guard);
+                            }
+                        }
+                    }
+                    NewEntry::Handled => {}
+                    NewEntry::Surplus => surplus.push(deliveries[at].id),
+                    NewEntry::Retry => again.push(at),
                 }
-                NewEntry::Retry => again.push(delivery),
             }
         }
+        drop(taking);
         if let Err(error) = self.release_entries(&surplus).await {
             warn!(count = surplus.len(), %error, "could not release input entries; the sweep will find them");
         }
-        again
+        // Afterwards, so that those it wakes find the entries released.
+        drop(guards);
+        again.into_iter().map(|at| deliveries[at].clone()).collect()
     }
 
     async fn take_new(&self, delivery: &DeliveredEntry) -> NewEntry<'_> {
@@ -219,7 +263,7 @@ impl AssignmentMember {
             (self.owned_set.reserve(stream), self.notification_queue.reserve())
         else {
             // Already owned (the stream was added twice), or a concurrent claim used the capacity.
-            return NewEntry::Surplus(None);
+            return NewEntry::Surplus;
         };
         let guard = match self.acquire_lease(stream).await {
             Ok(guard) => guard,
@@ -228,11 +272,11 @@ impl AssignmentMember {
                 return NewEntry::Retry;
             }
             // The stream was added twice: the entry waits until its lease is free.
-            Err(ClaimError::AlreadyClaimed { .. }) => return NewEntry::Surplus(None),
+            Err(ClaimError::AlreadyClaimed { .. }) => return NewEntry::Surplus,
             // The error concerns only this stream, so do not block the others. The sweep retries it.
             Err(error) => {
                 warn!(%stream, %error, "could not acquire the lease; releasing the input entry");
-                return NewEntry::Surplus(None);
+                return NewEntry::Surplus;
             }
         };
         match self.keep_entries_alive(&[id]).await {
@@ -247,13 +291,7 @@ impl AssignmentMember {
                 return NewEntry::Retry;
             }
         }
-        match self.take_ownership(input, delivery, reservation, guard) {
-            Ok(owned) => {
-                slot.added(owned);
-                NewEntry::Handled
-            }
-            Err(guard) => NewEntry::Surplus(Some(guard)),
-        }
+        NewEntry::Acquired { input, reservation, slot, guard }
     }
 
     /// Records the ownership. Returns the lease while closing; the caller then releases it.

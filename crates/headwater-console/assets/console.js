@@ -1,6 +1,6 @@
 // Makes a page live and adds keys. Every page works without this.
 import { patch, patchRows } from "./patch.js";
-import { growRows } from "./rows.js";
+import { growRows, keepWidths, keepingPlace } from "./rows.js";
 
 const POLL_MS = 10000;
 const HIDDEN_MS = 5000;
@@ -8,6 +8,7 @@ const RETRY_MS = 2000;
 const READING_PX = 200;
 
 const state = document.getElementById("live-state");
+const offer = document.getElementById("new-rows");
 const say = (text) => {
   if (state && state.textContent !== text) state.textContent = text;
 };
@@ -26,6 +27,8 @@ let source = null;
 let paused = false;
 let timer = 0;
 let failures = 0;
+/** How the page is kept up to date. */
+let mode = "Live";
 
 const isSelecting = () => {
   const selection = getSelection();
@@ -42,43 +45,68 @@ const showWaiting = () => {
   if (isExtended) return location.reload();
   const held = [...waiting].map(([name, { html }]) => ({ name, html }));
   waiting.clear();
-  apply(held);
+  apply(held, true);
 };
 
-const sayNew = (count) => {
-  if (state.querySelector("button")?.dataset.count === String(count)) return;
-  const button = Object.assign(document.createElement("button"), { type: "button", className: "button", textContent: `${count} new` });
-  button.dataset.count = count;
-  button.addEventListener("click", showWaiting);
-  state.replaceChildren(button);
-};
-
-const apply = (changes) => {
-  // Text that is being selected would be lost.
-  if (paused || isSelecting()) return;
-  let added = 0;
-  for (const { name, html } of changes) {
-    const target = parts().find((part) => part.dataset.live === name);
-    if (!target) continue;
-    waiting.delete(name);
-    if (isHeld(target)) {
-      const count = patchRows(target, html);
-      if (count > 0) waiting.set(name, { html, count });
-    } else added += patch(target, html);
+/** Offers the new rows that wait. The button stays the same element, because it may have the focus. */
+const offerNew = (count) => {
+  const button = offer.querySelector("button");
+  if (count === 0) {
+    if (button && button === document.activeElement) document.getElementById("main").focus({ preventScroll: true });
+    return button?.remove();
   }
-  const held = [...waiting.values()].reduce((sum, { count }) => sum + count, 0);
-  if (held > 0) sayNew(held);
-  else say(added > 0 ? `Live · ${added} new` : "Live");
+  const text = `${count} new`;
+  if (!button) {
+    const fresh = Object.assign(document.createElement("button"), { type: "button", className: "button primary", textContent: text });
+    fresh.addEventListener("click", showWaiting);
+    offer.append(fresh);
+  } else if (button.textContent !== text) button.textContent = text;
+};
+
+/** The row or item at the top of the window. What is above it may become higher or lower. */
+const firstInView = () => {
+  if (scrollY === 0) return null;
+  const first = [...document.querySelectorAll("main [data-live] [data-key]")].find((item) => item.getBoundingClientRect().bottom > 0);
+  return first?.getBoundingClientRect().top < innerHeight / 2 ? first : null;
+};
+
+// Changes wait while text is being selected, which would be lost.
+const postponed = new Map();
+
+/** `isWanted`: the reader has asked for these changes, so they do not wait. */
+const apply = (changes, isWanted = false) => {
+  for (const change of changes) postponed.set(change.name, change);
+  if (!isWanted && (paused || isSelecting())) return;
+  const all = [...postponed.values()];
+  postponed.clear();
+  let added = 0;
+  keepingPlace(firstInView(), () => {
+    for (const { name, html } of all) {
+      const target = parts().find((part) => part.dataset.live === name);
+      if (!target) continue;
+      waiting.delete(name);
+      if (isHeld(target)) {
+        target.querySelectorAll("table").forEach(keepWidths);
+        const count = patchRows(target, html);
+        if (count > 0) waiting.set(name, { html, count });
+      } else added += patch(target, html);
+    }
+  });
+  offerNew([...waiting.values()].reduce((sum, { count }) => sum + count, 0));
+  if (!paused) say(added > 0 ? `${mode} · ${added} new` : mode);
 };
 
 const poll = async () => {
   try {
     const response = await fetch(location.href, { headers: { accept: "text/html" } });
     const page = new DOMParser().parseFromString(await response.text(), "text/html");
-    apply([...page.querySelectorAll("[data-live]")].map((part) => ({ name: part.dataset.live, html: part.outerHTML })));
-    say("Updated every 10 s");
+    const current = [...page.querySelectorAll("[data-live]")];
+    // An error, the login or another page: what is shown is not known to be current.
+    if (!response.ok || response.redirected || current.length === 0) throw new Error("not this page");
+    mode = "Updated every 10 s";
+    apply(current.map((part) => ({ name: part.dataset.live, html: part.outerHTML })));
   } catch {
-    say("No connection, trying again");
+    if (!paused) say("No connection, trying again");
   }
   timer = setTimeout(connect, POLL_MS);
 };
@@ -95,14 +123,18 @@ const connect = () => {
   source = new EventSource(`/console/live?of=${encodeURIComponent(location.pathname + location.search)}`);
   source.addEventListener("parts", (event) => {
     failures = 0;
+    mode = "Live";
     apply(JSON.parse(event.data));
   });
+  // The server ends each connection after some time; the next one begins with everything.
+  source.addEventListener("end", connect);
   source.addEventListener("error", () => {
     disconnect();
     failures += 1;
-    say("No connection, trying again");
     // A refused connection is replaced by polling.
-    timer = failures > 2 ? setTimeout(poll, RETRY_MS) : setTimeout(connect, RETRY_MS);
+    if (failures > 2) return poll();
+    say("No connection, trying again");
+    timer = setTimeout(connect, RETRY_MS);
   });
 };
 
@@ -112,9 +144,12 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) connect();
   else timer = setTimeout(() => document.hidden && disconnect(), HIDDEN_MS);
 });
+document.addEventListener("selectionchange", () => { if (postponed.size > 0) apply([]); });
 addEventListener("pagehide", disconnect);
 addEventListener("pageshow", (event) => event.persisted && connect());
-addEventListener("scroll", () => { if (waiting.size > 0 && scrollY === 0 && !document.querySelector("[data-extended]")) showWaiting(); }, { passive: true });
+addEventListener("scroll", () => {
+  if (waiting.size > 0 && scrollY === 0 && !paused && !isSelecting() && !document.querySelector("[data-extended]")) showWaiting();
+}, { passive: true });
 if (state) connect();
 growRows();
 
@@ -187,6 +222,12 @@ if (noKeys) {
   noKeys.checked = stored("no-keys") !== "";
   noKeys.addEventListener("change", () => store("no-keys", noKeys.checked ? "yes" : ""));
 }
+
+// The time where the reader is, beside UTC, while the pointer is over a time.
+document.addEventListener("mouseover", ({ target }) => {
+  const at = target.closest?.("time[datetime]");
+  if (at && !at.title.includes(" here")) at.title = `${new Date(at.dateTime).toLocaleString()} here, ${at.title}`;
+});
 
 // A box in the head of a table selects all rows that are shown.
 for (const box of document.querySelectorAll("thead input[type=checkbox]")) box.hidden = false;

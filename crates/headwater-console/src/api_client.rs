@@ -1,8 +1,9 @@
 //! Calls the API in this process, with the identity of the caller.
 //!
-//! Upstream: screens and actions. Downstream: the router of the API. Guarantees: a read that was answered less than a
-//! second ago is answered from memory, for callers of the same role, and concurrent equal reads are one; a change made
-//! here forgets all of them. A part that does not answer within [`PART_TIMEOUT`] is reported as unavailable.
+//! Upstream: screens and actions. Downstream: the router of the API. Guarantees: within one second of [`ConsoleSeconds`], equal reads
+//! of callers of the same role are one; a change made here forgets all of them. So what a live page shows when a second begins
+//! was read in that second. A part that does not answer within [`PART_TIMEOUT`] is reported as unavailable,
+//! with the last answer and its age if that is known (`last_answers.rs`). Long work stops at its deadline and says how much is done.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -11,16 +12,16 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{Method, Request, StatusCode, header};
+use axum::response::Response;
 use bytes::Bytes;
+use futures_util::StreamExt;
 use serde_json::Value;
 use tokio::sync::OnceCell;
 use tokio::time::{Instant, timeout};
 use tower::ServiceExt;
 
-use crate::user::{ConsoleRole, ConsoleUser};
-
-/// How long an answer is kept.
-const KEPT_FOR: Duration = Duration::from_secs(1);
+use crate::last_answers::{AnswerKey, LAST_BYTES_MAX, LastAnswer, LastAnswers};
+use crate::user::ConsoleUser;
 
 /// Maximum number of kept answers.
 const KEPT_MAX: usize = 256;
@@ -30,6 +31,28 @@ const ANSWER_BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// Time for one part of a page.
 pub(crate) const PART_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// Seconds since the console was started. Answers are kept until the next one begins, and live pages are rendered when it does.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ConsoleSeconds {
+    start: Instant,
+}
+
+impl ConsoleSeconds {
+    pub(crate) fn start() -> Self {
+        Self { start: Instant::now() }
+    }
+
+    /// The number of the current one.
+    pub(crate) fn current(self) -> u64 {
+        self.start.elapsed().as_secs()
+    }
+
+    /// When the next one begins.
+    pub(crate) fn next(self) -> Instant {
+        self.start + Duration::from_secs(self.current() + 1)
+    }
+}
 
 /// The answer to a read, shared by all who asked within a second.
 pub(crate) type Part = Result<Arc<Value>, Problem>;
@@ -42,11 +65,13 @@ pub(crate) struct Problem {
     pub(crate) message: String,
     /// Since when the same read has failed, if it failed before.
     pub(crate) lasting: Option<Duration>,
+    /// The last answer to the same read, if a dependency does not answer.
+    pub(crate) last: Option<LastAnswer>,
 }
 
 impl Problem {
     pub(crate) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
-        Self { status, code: code.to_owned(), message: message.into(), lasting: None }
+        Self { status, code: code.to_owned(), message: message.into(), lasting: None, last: None }
     }
 
     /// A dependency did not answer; the same call may succeed later.
@@ -57,24 +82,46 @@ impl Problem {
     pub(crate) fn is_not_found(&self) -> bool {
         self.status == StatusCode::NOT_FOUND
     }
+
+    /// With what may have removed the object, if it is not there.
+    pub(crate) fn or_gone(mut self, hint: &str) -> Self {
+        if self.is_not_found() {
+            self.message = format!("{}; {hint}", self.message);
+        }
+        self
+    }
 }
 
-/// Role, view and path of a read.
-type AnswerKey = (ConsoleRole, String, String);
+/// What became of long work.
+#[derive(Debug, PartialEq)]
+pub(crate) enum LongWork {
+    /// It has ended, with this result.
+    Ended(Value),
+    /// Its time was over after so many items. The same call continues it.
+    Stopped(u64),
+}
 
-type KeptAnswers = HashMap<AnswerKey, (Instant, Arc<OnceCell<Part>>)>;
+/// The answers of one second.
+#[derive(Default)]
+struct KeptAnswers {
+    second: u64,
+    answers: HashMap<AnswerKey, Arc<OnceCell<Part>>>,
+}
 
 /// State of all routes of the console.
 pub(crate) struct ConsoleState {
     api: Router,
+    seconds: ConsoleSeconds,
     kept: Mutex<KeptAnswers>,
     /// Since when reads of these paths have failed because a dependency did not answer.
     failing: Mutex<HashMap<String, Instant>>,
+    last: LastAnswers,
 }
 
 impl ConsoleState {
-    pub(crate) fn new(api: Router) -> Self {
-        Self { api, kept: Mutex::default(), failing: Mutex::default() }
+    pub(crate) fn new(api: Router, seconds: ConsoleSeconds) -> Self {
+        let (kept, failing, last) = Default::default();
+        Self { api, seconds, kept, failing, last }
     }
 
     /// Adds to a failure how long the same read has been failing.
@@ -99,24 +146,20 @@ impl ConsoleState {
 
     /// The cell for an answer to this read.
     fn cell(&self, key: AnswerKey) -> Arc<OnceCell<Part>> {
-        let now = Instant::now();
+        let second = self.seconds.current();
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.len() >= KEPT_MAX {
-            kept.retain(|_, (at, _)| now.duration_since(*at) < KEPT_FOR);
+        if kept.second != second {
+            *kept = KeptAnswers { second, answers: HashMap::new() };
         }
-        if kept.len() >= KEPT_MAX {
-            // All of them are fresh: this answer is not kept.
+        if kept.answers.len() >= KEPT_MAX && !kept.answers.contains_key(&key) {
+            // This answer is not kept.
             return Arc::default();
         }
-        let entry = kept.entry(key).or_insert_with(|| (now, Arc::default()));
-        if now.duration_since(entry.0) >= KEPT_FOR {
-            *entry = (now, Arc::default());
-        }
-        Arc::clone(&entry.1)
+        Arc::clone(kept.answers.entry(key).or_default())
     }
 
     fn forget_answers(&self) {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).answers.clear();
     }
 }
 
@@ -142,10 +185,48 @@ impl ConsoleApi {
     /// Reads a path below `/api/v1`.
     pub(crate) async fn get(&self, path: &str) -> Part {
         let _ = self.first.set(path.to_owned());
-        let cell = self.state.cell((self.user.role, self.user.view.clone(), path.to_owned()));
-        let read = || async { self.call(Method::GET, path, None).await.map(Arc::new) };
-        let part = cell.get_or_init(read).await.clone();
-        self.state.noted(path, part)
+        self.get_unnamed(path).await
+    }
+
+    /// The same for a path that the page does not name as its request.
+    pub(crate) async fn get_unnamed(&self, path: &str) -> Part {
+        let cell = self.state.cell(self.key(path));
+        let part = cell.get_or_init(|| self.read(path)).await.clone();
+        let mut part = self.state.noted(path, part);
+        if let Err(problem) = &mut part
+            && problem.is_unavailable()
+        {
+            problem.last = self.state.last.recall(&self.key(path));
+        }
+        part
+    }
+
+    fn key(&self, path: &str) -> AnswerKey {
+        (self.user.role, self.user.view.clone(), path.to_owned())
+    }
+
+    async fn read(&self, path: &str) -> Part {
+        let answer = self.answer(Method::GET, path, None).await?;
+        let value: Arc<Value> = Arc::new(serde_json::from_slice(&answer).unwrap_or_default());
+        if answer.len() <= LAST_BYTES_MAX {
+            self.state.last.remember(self.key(path), Arc::clone(&value));
+        }
+        Ok(value)
+    }
+
+    /// A part of an answer whose parts are of several dependencies: this one if it is there, else the last one with its age.
+    pub(crate) fn or_last(
+        &self,
+        path: &str,
+        part: &Value,
+    ) -> Option<(Arc<Value>, Option<Duration>)> {
+        let key = self.key(path);
+        if part.is_null() {
+            return self.state.last.recall(&key).map(|(last, age)| (last, Some(age)));
+        }
+        let part = Arc::new(part.clone());
+        self.state.last.remember(key, Arc::clone(&part));
+        Some((part, None))
     }
 
     /// Reads a path below `/api/v1` that answers with text.
@@ -159,6 +240,59 @@ impl ConsoleApi {
         let changed = self.call(Method::POST, path, Some(body)).await;
         self.state.forget_answers();
         changed
+    }
+
+    /// Does long work below `/api/v1`, by a route with `progress`: several times a second it says how much is done, and it stops when
+    /// its answer is not read any further. It is stopped at the first such line after `deadline`, so something is done in any case.
+    pub(crate) async fn post_until(
+        &self,
+        path: &str,
+        mut body: Value,
+        deadline: Instant,
+    ) -> Result<LongWork, Problem> {
+        body["progress"] = true.into();
+        let work = self.work_until(path, body, deadline).await;
+        self.state.forget_answers();
+        work
+    }
+
+    async fn work_until(
+        &self,
+        path: &str,
+        body: Value,
+        deadline: Instant,
+    ) -> Result<LongWork, Problem> {
+        let response = self.respond(&Method::POST, path, Some(body)).await?;
+        let status = response.status();
+        if !status.is_success() {
+            let read = to_bytes(response.into_body(), ANSWER_BYTES_MAX).await;
+            return Err(refusal(status, &read.unwrap_or_default()));
+        }
+        let (mut chunks, mut rest) = (response.into_body().into_data_stream(), Vec::<u8>::new());
+        let (mut done, mut result) = (0, None);
+        // Read to its end: only then the audit log has the status.
+        while let Some(chunk) = chunks.next().await {
+            rest.extend_from_slice(&chunk.unwrap_or_default());
+            while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = rest.drain(..=end).collect();
+                let line: Value = serde_json::from_slice(&line).unwrap_or_default();
+                if line["error"].is_object() {
+                    let status = status_of(line["error"]["code"].as_str().unwrap_or_default());
+                    result = Some(Err(refusal(status, line.to_string().as_bytes())));
+                } else if line["end"].is_object() {
+                    result = Some(Ok(LongWork::Ended(line["end"].clone())));
+                } else {
+                    done = line["progress"]["done"].as_u64().unwrap_or(done);
+                }
+            }
+            if result.is_none() && Instant::now() >= deadline {
+                return Ok(LongWork::Stopped(done));
+            }
+        }
+        result.unwrap_or_else(|| {
+            let message = "the work ended without a result; do it again";
+            Err(Problem::new(StatusCode::SERVICE_UNAVAILABLE, "interrupted", message))
+        })
     }
 
     /// Deletes something below `/api/v1`.
@@ -184,7 +318,36 @@ impl ConsoleApi {
         path: &str,
         body: Option<Value>,
     ) -> Result<Bytes, Problem> {
-        let mut request = Request::builder().method(&method).uri(format!("/api/v1{path}"));
+        let answering = async {
+            let response = self.respond(&method, path, body).await?;
+            let status = response.status();
+            Ok::<_, Problem>((status, to_bytes(response.into_body(), ANSWER_BYTES_MAX).await))
+        };
+        // A change is never cut off half-way: the API has limits of its own.
+        let answered = match method == Method::GET {
+            true => timeout(PART_TIMEOUT, answering).await,
+            false => Ok(answering.await),
+        };
+        let Ok(answered) = answered else {
+            let message = format!("no answer within {} s", PART_TIMEOUT.as_secs());
+            return Err(Problem::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message));
+        };
+        let (status, read) = answered?;
+        let read = read.map_err(|_| {
+            let message = "the answer is too large for a page; use the command line";
+            Problem::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message)
+        })?;
+        if status.is_success() { Ok(read) } else { Err(refusal(status, &read)) }
+    }
+
+    /// The answer of the API, whatever its status is.
+    async fn respond(
+        &self,
+        method: &Method,
+        path: &str,
+        body: Option<Value>,
+    ) -> Result<Response, Problem> {
+        let mut request = Request::builder().method(method).uri(format!("/api/v1{path}"));
         if body.is_some() {
             request = request.header(header::CONTENT_TYPE, "application/json");
         }
@@ -192,35 +355,28 @@ impl ConsoleApi {
         let wrong = |_| Problem::new(StatusCode::BAD_REQUEST, "invalid", "not a valid address");
         let mut request = request.body(body).map_err(wrong)?;
         *request.extensions_mut() = self.user.forwarded.clone();
-        let answering = async {
-            // A router never fails.
-            let response =
-                self.state.api.clone().oneshot(request).await.unwrap_or_else(|no| match no {});
-            let status = response.status();
-            let read = to_bytes(response.into_body(), ANSWER_BYTES_MAX).await;
-            (status, read)
-        };
-        // A change is never cut off half-way: the API has limits of its own.
-        let answered = match method == Method::GET {
-            true => timeout(PART_TIMEOUT, answering).await,
-            false => Ok(answering.await),
-        };
-        let Ok((status, read)) = answered else {
-            let message = format!("no answer within {} s", PART_TIMEOUT.as_secs());
-            return Err(Problem::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message));
-        };
-        let read = read.map_err(|_| {
-            let message = "the answer is too large for a page; use the command line";
-            Problem::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message)
-        })?;
-        if status.is_success() {
-            return Ok(read);
-        }
-        let value: Value = serde_json::from_slice(&read).unwrap_or_default();
-        let error = &value["error"];
-        let code = error["code"].as_str().unwrap_or("unknown");
-        let message = error["message"].as_str().unwrap_or("the API returned no message");
-        Err(Problem::new(status, code, message))
+        // A router never fails.
+        Ok(self.state.api.clone().oneshot(request).await.unwrap_or_else(|no| match no {}))
+    }
+}
+
+/// The reason in the body of a refused call.
+fn refusal(status: StatusCode, body: &[u8]) -> Problem {
+    let value: Value = serde_json::from_slice(body).unwrap_or_default();
+    let error = &value["error"];
+    let code = error["code"].as_str().unwrap_or("unknown");
+    let message = error["message"].as_str().unwrap_or("the API returned no message");
+    Problem::new(status, code, message)
+}
+
+/// The status of a refusal after the answer had begun, which has only a code.
+fn status_of(code: &str) -> StatusCode {
+    match code {
+        "invalid" => StatusCode::BAD_REQUEST,
+        "not_found" => StatusCode::NOT_FOUND,
+        "conflict" => StatusCode::CONFLICT,
+        "unavailable" | "interrupted" => StatusCode::SERVICE_UNAVAILABLE,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }
 
@@ -230,10 +386,13 @@ mod tests {
 
     use axum::extract::Extension;
     use axum::http::Extensions;
+    use axum::response::IntoResponse;
     use axum::routing::{get, post};
+    use futures_util::stream;
     use serde_json::json;
 
     use super::*;
+    use crate::user::ConsoleRole;
 
     #[derive(Clone)]
     struct Identity(&'static str);
@@ -260,12 +419,42 @@ mod tests {
             (StatusCode::NOT_FOUND, axum::Json(error))
         };
         let never = || async { std::future::pending::<()>().await };
+        let count = Arc::clone(&reads);
+        let sometimes = move || async move {
+            match count.load(Ordering::SeqCst) {
+                usize::MAX => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+                _ => axum::Json(json!({"read": "before"})).into_response(),
+            }
+        };
+        // Four lines of progress, 200 ms after each other, then the end; or a refusal.
+        let work = |axum::Json(body): axum::Json<Value>| async move {
+            let lines = stream::unfold(0, move |count: u64| {
+                let fails = body["fails"] == true && body["progress"] == true;
+                async move {
+                    let line = match count {
+                        0..4 => {
+                            tokio::time::sleep(Duration::from_millis(200)).await;
+                            json!({"progress": {"done": 10 * (count + 1)}})
+                        }
+                        4 if fails => {
+                            json!({"error": {"code": "not_found", "message": "no such letter"}})
+                        }
+                        4 => json!({"end": {"purged": 45}}),
+                        _ => return None,
+                    };
+                    Some((Ok::<_, std::convert::Infallible>(format!("{line}\n")), count + 1))
+                }
+            });
+            Body::from_stream(lines).into_response()
+        };
         let api = Router::new()
             .route("/api/v1/read", get(read))
             .route("/api/v1/change", post(|| async { axum::Json(json!({})) }))
             .route("/api/v1/missing", get(missing))
-            .route("/api/v1/never", get(never));
-        (Arc::new(ConsoleState::new(api)), reads)
+            .route("/api/v1/sometimes", get(sometimes))
+            .route("/api/v1/never", get(never))
+            .route("/api/v1/work", post(work));
+        (Arc::new(ConsoleState::new(api, ConsoleSeconds::start())), reads)
     }
 
     #[tokio::test(start_paused = true)]
@@ -281,8 +470,10 @@ mod tests {
 
         admin.post("/change", json!({})).await.unwrap();
         assert_eq!(ann.get("/read").await.unwrap()["read"], 3, "a change forgets what was read");
-        tokio::time::advance(KEPT_FOR).await;
-        assert_eq!(ann.get("/read").await.unwrap()["read"], 4);
+        tokio::time::advance(Duration::from_millis(999)).await;
+        assert_eq!(ann.get("/read").await.unwrap()["read"], 3);
+        tokio::time::advance(Duration::from_millis(1)).await;
+        assert_eq!(ann.get("/read").await.unwrap()["read"], 4, "the next second has begun");
     }
 
     #[tokio::test(start_paused = true)]
@@ -296,6 +487,46 @@ mod tests {
         assert!(first.is_unavailable() && first.lasting.is_none());
         let second = ann.get("/never").await.unwrap_err();
         assert_eq!(second.lasting, Some(PART_TIMEOUT), "how long it has been failing");
+        assert_eq!(second.last, None, "it was never answered");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn long_work_stops_at_its_deadline_and_says_how_much_is_done() {
+        let (state, _) = state();
+        let ann = client(ConsoleRole::Admin, &state);
+        let after = |ms| Instant::now() + Duration::from_millis(ms);
+        let work = |body, ms| ann.post_until("/work", body, after(ms));
+        let ended = work(json!({}), 60_000).await;
+        assert_eq!(ended, Ok(LongWork::Ended(json!({"purged": 45}))));
+        assert_eq!(work(json!({}), 500).await, Ok(LongWork::Stopped(30)), "at 600 ms");
+        assert_eq!(work(json!({}), 0).await, Ok(LongWork::Stopped(10)), "something is done");
+        let failed = work(json!({"fails": true}), 60_000).await.unwrap_err();
+        assert!(failed.is_not_found());
+        assert_eq!((&*failed.code, &*failed.message), ("not_found", "no such letter"));
+        let missing = ann.post_until("/missing", json!({}), after(0)).await.unwrap_err();
+        assert_eq!(missing.status, StatusCode::METHOD_NOT_ALLOWED, "refused before it begins");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_part_that_does_not_answer_has_the_last_answer_with_its_age() {
+        let (state, reads) = state();
+        let (ann, admin) = (client(ConsoleRole::Read, &state), client(ConsoleRole::Admin, &state));
+        ann.get("/sometimes").await.unwrap();
+        reads.store(usize::MAX, Ordering::SeqCst);
+        tokio::time::advance(Duration::from_secs(14)).await;
+        let problem = ann.get("/sometimes").await.unwrap_err();
+        let (last, age) = problem.last.unwrap();
+        assert_eq!((&last["read"], age), (&json!("before"), Duration::from_secs(14)));
+        assert_eq!(admin.get("/sometimes").await.unwrap_err().last, None, "another role");
+        assert_eq!(ann.get("/missing").await.unwrap_err().last, None, "not unavailable");
+
+        // Of an answer with several parts.
+        assert_eq!(ann.or_last("/overview#topics", &Value::Null), None);
+        let part = json!({"lag": 3});
+        assert_eq!(ann.or_last("/overview#topics", &part), Some((Arc::new(part.clone()), None)));
+        tokio::time::advance(Duration::from_secs(20)).await;
+        let last = Some((Arc::new(part), Some(Duration::from_secs(20))));
+        assert_eq!(ann.or_last("/overview#topics", &Value::Null), last);
     }
 
     #[tokio::test(start_paused = true)]
@@ -305,6 +536,6 @@ mod tests {
         for number in 0..2 * KEPT_MAX {
             ann.get(&format!("/read?{number}")).await.unwrap();
         }
-        assert_eq!(state.kept.lock().unwrap().len(), KEPT_MAX);
+        assert_eq!(state.kept.lock().unwrap().answers.len(), KEPT_MAX);
     }
 }

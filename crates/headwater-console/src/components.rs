@@ -3,11 +3,13 @@
 //! Guarantees: text of users is escaped, isolated from the direction of the text around it, cut to a limit that is
 //! stated, and its control characters are visible.
 
+use std::time::Duration;
+
 use maud::{Markup, PreEscaped, html};
 use serde_json::Value;
 use time::OffsetDateTime;
 
-use crate::api_client::Problem;
+use crate::api_client::{Part, Problem};
 use crate::screen::Screen;
 use crate::text::{self, cut, visible};
 use crate::user::{ConsoleRole, ConsoleUser};
@@ -61,6 +63,30 @@ pub(crate) fn block(text: &str) -> Markup {
     }
 }
 
+/// Text of a user as a block, in which the lines are marked that differ from another text.
+fn difference(text: &str, other: &str) -> Markup {
+    let ((shown, is_cut), (other, _)) = (cut(text, BLOCK_CHARS_MAX), cut(other, BLOCK_CHARS_MAX));
+    html! {
+        pre tabindex="0" { bdi {
+            @for (differs, lines) in text::differing_lines(shown, other) {
+                @if differs { mark { span.visually-hidden { "Differs: " } (visible(&lines)) } } @else { (visible(&lines)) }
+                "\n"
+            }
+        } }
+        @if is_cut { p.quiet { "The first " (text::number(BLOCK_CHARS_MAX as u64)) " characters are compared." } }
+    }
+}
+
+/// JSON as an indented block, in which the lines are marked that differ from other JSON.
+pub(crate) fn json_difference(value: &Value, other: &Value) -> Markup {
+    let text = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        // Formatting a value cannot fail.
+        other => serde_json::to_string_pretty(other).unwrap_or_default(),
+    };
+    difference(&text(value), &text(other))
+}
+
 /// JSON as an indented block; text that is no JSON as it is.
 pub(crate) fn json_block(value: &Value) -> Markup {
     match value {
@@ -79,7 +105,10 @@ pub(crate) fn payload(object: &Value) -> Markup {
     // Only what is shown whole is worth formatting.
     let parsed = (text.len() <= BLOCK_CHARS_MAX).then(|| serde_json::from_str::<Value>(text).ok());
     match parsed.flatten().filter(|value| value.is_object() || value.is_array()) {
-        Some(value) => json_block(&value),
+        Some(value) => html! {
+            (json_block(&value))
+            details { summary { "As it was sent" } (block(text)) }
+        },
         None => block(text),
     }
 }
@@ -126,8 +155,22 @@ pub(crate) fn facts(facts: &[(&str, Markup)]) -> Markup {
     }
 }
 
-/// A part that could not be read.
+/// A part that could not be read, and of which nothing is shown.
 pub(crate) fn problem(what: &str, problem: &Problem, screen: &Screen) -> Markup {
+    unread(what, problem, screen, None)
+}
+
+/// The same of a part of which the last answer is shown below.
+pub(crate) fn problem_with_last(
+    what: &str,
+    problem: &Problem,
+    screen: &Screen,
+    age: Duration,
+) -> Markup {
+    unread(what, problem, screen, Some(as_of(age)))
+}
+
+fn unread(what: &str, problem: &Problem, screen: &Screen, last: Option<String>) -> Markup {
     let tone = if problem.is_unavailable() { Tone::Warning } else { Tone::Bad };
     tracing::warn!(
         request_id = screen.request_id,
@@ -138,11 +181,12 @@ pub(crate) fn problem(what: &str, problem: &Problem, screen: &Screen) -> Markup 
     );
     let content = html! {
         p {
-            strong { (what) " cannot be shown." } " " (problem.message) ". "
+            strong { (what) " cannot be shown" @if last.is_some() { " as it is now" } "." } " " (problem.message) ". "
+            @if let Some(as_of) = &last { "It is shown " (as_of) ". " }
             @if let Some(lasting) = problem.lasting.filter(|lasting| lasting.as_secs() > 0) {
                 "This has lasted for " (text::duration(lasting.as_secs() * 1000)) ". "
             }
-            @if problem.is_unavailable() { "The rest of this page is up to date. " }
+            @if problem.is_unavailable() && last.is_none() { "The rest of this page is up to date. " }
         }
         p.quiet {
             "Code " code { (problem.code) } ", request " code { (screen.request_id) } ". "
@@ -150,6 +194,29 @@ pub(crate) fn problem(what: &str, problem: &Problem, screen: &Screen) -> Markup 
         }
     };
     banner(tone, &content)
+}
+
+/// How old something is that is shown although it may have changed.
+pub(crate) fn as_of(age: Duration) -> String {
+    format!("as of {} ago", text::duration(age.as_secs().max(1) * 1000))
+}
+
+/// A part of a page. If it cannot be read, a banner says so, and the last answer is shown below it with its age.
+pub(crate) fn or_last(
+    what: &str,
+    part: &Part,
+    screen: &Screen,
+    show: impl FnOnce(&Value) -> Markup,
+) -> Markup {
+    match part {
+        Ok(value) => show(value),
+        Err(error) => match &error.last {
+            Some((last, age)) => {
+                html! { (problem_with_last(what, error, screen, *age)) (show(last)) }
+            }
+            None => problem(what, error, screen),
+        },
+    }
 }
 
 /// What is shown instead of an empty list: a sentence, and the command that creates the first item.
@@ -164,13 +231,61 @@ pub(crate) fn empty(sentence: &str, command: Option<&str>) -> Markup {
 
 /// A table that scrolls on its own if the page is narrow.
 pub(crate) fn table(label: &str, head: &[&str], body: &Markup) -> Markup {
+    table_with_order(label, head, None, body)
+}
+
+/// The order of a list by the column that has an index. The address has a parameter for the other order, so a link keeps it.
+pub(crate) struct ListOrder {
+    column: &'static str,
+    is_ascending: bool,
+    reverse: String,
+}
+
+impl ListOrder {
+    /// The order that the address asks for: ascending or descending by default, the other one with `parameter`. `keep` names
+    /// the parameters of the filter.
+    pub(crate) fn of(
+        screen: &Screen,
+        column: &'static str,
+        (parameter, ascends_by_default): (&str, bool),
+        keep: &[&str],
+    ) -> Self {
+        let is_reversed = screen.query.get(parameter) == "true";
+        let keep: Vec<&str> = keep.iter().copied().filter(|name| *name != parameter).collect();
+        let mut query = screen.query.query_of(&keep);
+        if !is_reversed {
+            query += if query.is_empty() { "" } else { "&" };
+            query += &format!("{parameter}=true");
+        }
+        let path = screen.uri.path();
+        let reverse = if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") };
+        Self { column, is_ascending: is_reversed != ascends_by_default, reverse }
+    }
+}
+
+/// A table whose list can be reversed by a link in the head of a column.
+pub(crate) fn table_with_order(
+    label: &str,
+    head: &[&str],
+    order: Option<&ListOrder>,
+    body: &Markup,
+) -> Markup {
+    let of_column = |name: &str| order.filter(|order| order.column == name);
+    let direction = |order: &ListOrder| if order.is_ascending { "ascending" } else { "descending" };
     html! {
         div.scroll role="region" aria-label=(label) tabindex="0" {
             table {
                 caption.visually-hidden { (label) }
                 thead { tr { @for name in head {
-                    th scope="col" class=[is_count(name).then_some("count")] {
-                        (name)
+                    th scope="col" class=[is_count(name).then_some("count")] aria-sort=[of_column(name).map(direction)] {
+                        @match of_column(name) {
+                            None => (name),
+                            Some(order) => {
+                                a.order href=(order.reverse) title="Reverse the order" {
+                                    (name) " " span aria-hidden="true" { @if order.is_ascending { "▲" } @else { "▼" } }
+                                }
+                            }
+                        }
                         // Shown by the script that makes it work.
                         @if *name == "Selected" { " " input type="checkbox" hidden aria-label="Select all rows shown"; }
                     }
@@ -183,7 +298,7 @@ pub(crate) fn table(label: &str, head: &[&str], body: &Markup) -> Markup {
 
 /// Columns of numbers are aligned to the right.
 fn is_count(name: &str) -> bool {
-    const COUNTS: [&str; 26] = [
+    const COUNTS: [&str; 28] = [
         "Events",
         "Recorded",
         "Duplicate",
@@ -204,6 +319,8 @@ fn is_count(name: &str) -> bool {
         "Replays",
         "Keys",
         "Worst lag",
+        "In/s",
+        "Settled/s",
         "Attempt",
         "Sent",
         "Settled",
@@ -217,6 +334,13 @@ fn is_count(name: &str) -> bool {
 /// A number in a table.
 pub(crate) fn count(value: &Value) -> Markup {
     html! { td.count { @match value.as_u64() { Some(count) => (text::number(count)), None => span.quiet { "–" } } } }
+}
+
+/// How many rows of a list match on all pages, if the API counted them.
+pub(crate) fn matching(page: &Value, one: &str, many: &str) -> Markup {
+    html! {
+        @if let Some(count) = page["matching"].as_u64() { p.quiet { (text::capped(count, one, many)) "." } }
+    }
 }
 
 /// Links between the pages of a list. `keep` names the parameters of the filter.
@@ -234,6 +358,29 @@ pub(crate) fn pager(screen: &Screen, keep: &[&str], next: &Value) -> Markup {
                 @if !next.is_empty() {
                     a rel="next" href={ (path) "?" (filter) (join) "cursor=" (text::encoded(&next)) } { "Next page" }
                 }
+            }
+        }
+    }
+}
+
+/// How far a search without an index looked, and the link that searches on. A link of its own: pages that are read while a reader
+/// scrolls would search everything. `keep` names the parameters of the filter, of which at least one is set.
+pub(crate) fn search_pager(
+    screen: &Screen,
+    keep: &[&str],
+    (searched, one, many): (u64, &str, &str),
+    next: &Value,
+) -> Markup {
+    let next = text::plain(next);
+    let address = format!("{}?{}", screen.uri.path(), screen.query.query_of(keep));
+    let is_first = screen.query.get("cursor").is_empty();
+    let was = if searched == 1 { "was" } else { "were" };
+    html! {
+        p.quiet { (text::counted(searched, one, many)) " " (was) " searched." }
+        @if !is_first || !next.is_empty() {
+            nav.pager aria-label="Search" {
+                @if !is_first { a href=(address) { "First page" } }
+                @if !next.is_empty() { a href={ (address) "&cursor=" (text::encoded(&next)) } { "Search further " (many) } }
             }
         }
     }

@@ -7,6 +7,7 @@ mod chart;
 mod components;
 mod draft_link;
 mod form;
+mod last_answers;
 mod live;
 mod screen;
 mod screens;
@@ -20,7 +21,7 @@ use axum::response::Redirect;
 use axum::routing::get;
 use tokio_util::sync::CancellationToken;
 
-use crate::api_client::ConsoleState;
+use crate::api_client::{ConsoleSeconds, ConsoleState};
 
 pub use crate::draft_link::{DraftLinkView, draft_link_page, draft_link_result_page};
 pub use crate::screen::{error_page, login_page};
@@ -36,9 +37,10 @@ pub const PREFIX: &str = "/console";
 /// `api` serves `/api/v1/...` for an authenticated caller: it checks the role and writes the audit log. Every request
 /// needs a [`ConsoleUser`] in its extensions. `stopping` ends live connections.
 pub fn routes(api: Router, stopping: CancellationToken) -> Router {
-    let state = Arc::new(ConsoleState::new(api));
+    let seconds = ConsoleSeconds::start();
+    let state = Arc::new(ConsoleState::new(api, seconds));
     let screens: Router = screens::routes().with_state(Arc::clone(&state));
-    let live = live::routes(screens.clone(), stopping);
+    let live = live::routes(screens.clone(), seconds, stopping);
     let actions: Router = actions::routes().with_state(state);
     Router::new()
         .route("/", get(|| async { Redirect::to(PREFIX) }))

@@ -36,6 +36,9 @@ const HEADERS: [(HeaderName, &str); 5] = [
 /// A screen in the navigation: name, address, key after `g`.
 type NavigationItem = (&'static str, &'static str, &'static str);
 
+/// Length of a command above which it is shown on demand.
+const COMMAND_BYTES_SHOWN: usize = 2000;
+
 /// Areas of the console with their screens.
 const NAVIGATION: [(&str, &[NavigationItem]); 6] = [
     ("", &[("Overview", "/console", "o")]),
@@ -85,7 +88,7 @@ const NAVIGATION: [(&str, &[NavigationItem]); 6] = [
 ];
 
 /// What was done, by the code in `?done=`. Codes, not texts: an address must not put words into the page.
-const NOTICES: [(&str, &str); 27] = [
+const NOTICES: [(&str, &str); 28] = [
     ("closed", "The ticket is closed."),
     ("reopened", "The ticket is open again."),
     ("taken", "You have taken the ticket."),
@@ -101,6 +104,7 @@ const NOTICES: [(&str, &str); 27] = [
     ("idle", "The issue has no pending events."),
     ("not_quarantined", "The issue was not quarantined."),
     ("replayed", "sent again."),
+    ("handled", "sent again or left out."),
     ("purged", "deleted permanently."),
     ("queued", "queued for delivery."),
     ("grown", "partitions were added."),
@@ -176,7 +180,9 @@ impl Screen {
         let content = html! {
             (self.notice())
             (page.content)
-            @if !page.command.is_empty() {
+            @if page.command.len() > COMMAND_BYTES_SHOWN {
+                details.command { summary { "Command line" } code #command { (page.command) } }
+            } @else if !page.command.is_empty() {
                 p.command { span { "Command line: " } code #command { (page.command) } }
             }
             @if let Some(path) = self.api.first_path().filter(|_| !self.uri.path().starts_with("/console/do/")) {
@@ -213,6 +219,27 @@ impl Screen {
         self.page_with_status(problem.status, page)
     }
 
+    /// An answer of the API as a file to save. `what` names it if it cannot be read.
+    pub(crate) async fn download(
+        &self,
+        what: &str,
+        path: &str,
+        (content_type, file): (&'static str, &'static str),
+    ) -> Response {
+        match self.api.get_text(path).await {
+            Err(error) => self.failed(what, &error),
+            Ok(text) => {
+                let headers = [
+                    (header::CONTENT_TYPE, content_type.to_owned()),
+                    (header::CONTENT_DISPOSITION, format!("attachment; filename=\"{file}\"")),
+                    (header::X_CONTENT_TYPE_OPTIONS, "nosniff".to_owned()),
+                    (header::CACHE_CONTROL, "no-store".to_owned()),
+                ];
+                (headers, text).into_response()
+            }
+        }
+    }
+
     /// What the last action did.
     fn notice(&self) -> Markup {
         let code = self.query.get("done");
@@ -220,10 +247,18 @@ impl Screen {
             return html! {};
         };
         let count: Option<u64> = self.query.get("count").parse().ok();
+        // What is left of long work.
+        let left = match (self.query.get("left"), self.query.get("left").parse()) {
+            ("" | "0", _) => None,
+            (_, Ok(left)) => Some(text::counted(left, "is left", "are left")),
+            _ => Some("More are left".to_owned()),
+        };
+        let tone = if left.is_some() { Tone::Warning } else { Tone::Good };
         let content = html! {
             p { @if let Some(count) = count { strong { (text::number(count)) } " " } (sentence) }
+            @if let Some(left) = left { p { strong { (left) } ": the time of one request was over. Do the same again to continue." } }
         };
-        banner(Tone::Good, &content)
+        banner(tone, &content)
     }
 }
 
@@ -265,6 +300,7 @@ fn header_bar(screen: &Screen) -> Markup {
                 input #search type="search" name="q" placeholder="Search: number, id, word" value=(search_text(screen)) maxlength="200" autocomplete="off";
             }
             span #live-state.quiet role="status" {}
+            div #new-rows role="status" {}
             div.user {
                 span { (user.name) " " (components::badge(Tone::Neutral, user.role.as_str())) }
                 @if user.has_session {

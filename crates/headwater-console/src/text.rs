@@ -4,6 +4,7 @@
 //! parsed is shown as it is.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::Value;
@@ -53,6 +54,38 @@ pub(crate) fn cut(text: &str, max: usize) -> (&str, bool) {
     }
 }
 
+/// The lines of a text in groups, and whether each group differs from the other text: these lines are not in it, apart from those that
+/// both begin and end with. A comma at the end does not count, because the last field of an object has none.
+pub(crate) fn differing_lines(text: &str, other: &str) -> Vec<(bool, String)> {
+    fn bare(line: &str) -> &str {
+        line.strip_suffix(',').unwrap_or(line)
+    }
+    let (lines, others): (Vec<&str>, Vec<&str>) = (text.lines().collect(), other.lines().collect());
+    let is_same = |(line, other): &(&&str, &&str)| bare(line) == bare(other);
+    let before = lines.iter().zip(&others).take_while(is_same).count();
+    let rest = (&lines[before..], &others[before..]);
+    let after = rest.0.iter().rev().zip(rest.1.iter().rev()).take_while(is_same).count();
+    let middle = &lines[before..lines.len() - after];
+    let known: HashSet<&str> =
+        others[before..others.len() - after].iter().map(|line| bare(line)).collect();
+    let own: HashSet<&str> = middle.iter().map(|line| bare(line)).collect();
+    // The same lines in another order, or more often.
+    let is_whole = own == known;
+    let mut groups: Vec<(bool, String)> = Vec::new();
+    for (index, line) in lines.iter().enumerate() {
+        let is_inner = (before..lines.len() - after).contains(&index);
+        let differs = is_inner && (is_whole || !known.contains(bare(line)));
+        match groups.last_mut() {
+            Some((of_group, group)) if *of_group == differs => {
+                group.push('\n');
+                group.push_str(line);
+            }
+            _ => groups.push((differs, (*line).to_owned())),
+        }
+    }
+    groups
+}
+
 /// A text field of a JSON object; empty if it is absent or no text.
 pub(crate) fn field<'a>(object: &'a Value, name: &str) -> &'a str {
     object[name].as_str().unwrap_or_default()
@@ -69,6 +102,17 @@ pub(crate) fn plain(value: &Value) -> String {
         Value::Null => String::new(),
         Value::String(text) => text.clone(),
         other => other.to_string(),
+    }
+}
+
+/// Rows that a list counts; an API that finds more of them answers with one more.
+const COUNT_MAX: u64 = 10_000;
+
+/// How many, in words; `10,000+` for more than are counted.
+pub(crate) fn capped(count: u64, one: &str, many: &str) -> String {
+    match count {
+        0..=COUNT_MAX => counted(count, one, many),
+        _ => format!("{}+ {many}", number(COUNT_MAX)),
     }
 }
 
@@ -156,6 +200,8 @@ mod tests {
             counted(1, "issue", "issues") + &counted(2, "issue", "issues"),
             "1 issue2 issues"
         );
+        let counts = [1, 10_000, 10_001].map(|count| capped(count, "issue", "issues"));
+        assert_eq!(counts, ["1 issue", "10,000 issues", "10,000+ issues"]);
         let durations = [999, 14_000, 180_000, 7_200_000, 500_000_000].map(duration);
         assert_eq!(durations, ["999 ms", "14 s", "3 min", "2 h", "5 d"]);
         assert_eq!([100, 1_536, 5 << 20].map(bytes), ["100 B", "1.5 KiB", "5.0 MiB"]);
@@ -170,6 +216,30 @@ mod tests {
         assert_eq!(shown("2026-11-17T20:00:14.5Z"), at("in 14 s", "2026-11-17 20:00:14 UTC"));
         assert_eq!(shown("2026-11-17T21:00:00+01:00"), at("now", "2026-11-17 20:00:00 UTC"));
         assert_eq!(shown("yesterday"), None);
+    }
+
+    #[test]
+    fn lines_that_differ_are_marked_on_both_sides() {
+        let marked = |text: &str, other: &str| {
+            let groups = differing_lines(text, other);
+            let sign = |(differs, lines): &(bool, String)| match differs {
+                true => format!("[{lines}]"),
+                false => lines.clone(),
+            };
+            groups.iter().map(sign).collect::<Vec<_>>().join("|")
+        };
+        assert_eq!(marked("{\na,\nb,\nc\n}", "{\na,\nx,\nc\n}"), "{\na,|[b,]|c\n}");
+        assert_eq!(marked("{\na,\nx,\nc\n}", "{\na,\nb,\nc\n}"), "{\na,|[x,]|c\n}");
+        // A field that only one has: the comma before it is no difference.
+        assert_eq!(marked("{\na,\nb\n}", "{\na\n}"), "{\na,|[b]|}");
+        assert_eq!(marked("{\na\n}", "{\na,\nb\n}"), "{\na\n}");
+        // Two fields with an equal one between them.
+        assert_eq!(marked("{\n1\nb\n2\n}", "{\n3\nb\n4\n}"), "{|[1]|b|[2]|}");
+        // Another order, and a line that is there twice.
+        assert_eq!(marked("a\nb", "b\na"), "[a\nb]");
+        assert_eq!(marked("a\na\nb", "a\nb"), "a|[a]|b");
+        assert_eq!(marked("a", "a"), "a");
+        assert_eq!((marked("a", ""), marked("", "a")), ("[a]".to_owned(), String::new()));
     }
 
     #[test]

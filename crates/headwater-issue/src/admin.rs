@@ -29,7 +29,7 @@ pub struct IntegrationInfo {
     pub provider: String,
 }
 
-/// Filter of issues, listed in id order.
+/// Filter of issues, listed by id.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct IssueFilter {
     /// Only issues with this status.
@@ -40,19 +40,25 @@ pub struct IssueFilter {
     pub integration: Option<String>,
     /// Only issues whose last error contains this text, in upper or lower case.
     pub error: Option<String>,
-    /// Only issues with a larger id: the last id of the previous page.
+    /// Only issues that are queued and wait: for a backoff, a budget or further events. Quarantined ones do not.
+    pub waiting: bool,
+    /// Only issues behind this one: the last id of the previous page.
     pub after: Option<IssueId>,
+    /// Largest ids first.
+    pub newest_first: bool,
 }
 
-/// Filter of outbox rows, listed in id order.
+/// Filter of outbox rows, listed by id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct OutboxFilter {
     /// Only rows with this status.
     pub status: Option<OutboxStatus>,
     /// Only rows of this issue.
     pub issue: Option<IssueId>,
-    /// Only rows with a larger id: the last id of the previous page.
+    /// Only rows behind this one: the last id of the previous page.
     pub after: Option<OutboxId>,
+    /// Largest ids first.
+    pub newest_first: bool,
 }
 
 /// Filter of the event logs of an issue, listed in id order.
@@ -259,6 +265,10 @@ pub struct Backlog {
     pub processing: u64,
     /// Quarantined issues.
     pub quarantined: u64,
+    /// Longest time that a queued issue has waited since its first unprocessed event. Of the
+    /// [`OLDEST_WAIT_ISSUES`](crate::limits::OLDEST_WAIT_ISSUES) queued issues with the lowest ids; if more are queued, another
+    /// one may have waited longer.
+    pub oldest_wait: Duration,
     /// Undelivered outbox rows.
     pub outbox_pending: u64,
     /// Dead outbox rows.
@@ -333,8 +343,11 @@ pub trait AdminStore: Send + Sync {
         external_issue_id: &str,
     ) -> Result<Option<Issue>>;
 
-    /// One page of issues in id order, at most `limit`.
+    /// One page of issues by id, at most `limit`.
     async fn issues(&self, filter: &IssueFilter, limit: usize) -> Result<Vec<Issue>>;
+
+    /// How many issues match, whatever `after` is; counting ends at `max`. With `error`, all issues may be read.
+    async fn count_issues(&self, filter: &IssueFilter, max: usize) -> Result<usize>;
 
     /// One page of the event logs of an issue in id order, at most `limit`; empty if the issue does not exist.
     async fn event_logs(

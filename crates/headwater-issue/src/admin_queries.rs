@@ -13,13 +13,16 @@ use crate::admin::{
     IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, OutboxFacts,
     OutboxFilter, OutboxStatus, QuarantineCleared, UndeliveredRow, WorkerInfo,
 };
+use crate::admin_statements::{
+    BACKLOG, issues_count_statement, issues_statement, outbox_facts_select, outbox_statement,
+};
 use crate::claim::IssueRun;
 use crate::error::{IssueError, Result};
 use crate::issue::{
     ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId,
     ProcessingStatus,
 };
-use crate::limits::{PAGE_MAX, RUN_EVENTS_SCANNED_MAX, UNDELIVERED_MAX};
+use crate::limits::{OLDEST_WAIT_ISSUES, PAGE_MAX, RUN_EVENTS_SCANNED_MAX, UNDELIVERED_MAX};
 use crate::outbox::types::OutboxKind;
 use crate::row_decoding::{
     count, database_error, dead_letter_columns, event_log_columns, inconsistency, issue_columns,
@@ -100,17 +103,9 @@ async fn end_wait(
     ended.ok_or_else(|| IssueError::NotFound { what: format!("issue {id}") })
 }
 
-/// The rows of [`read_outbox_facts`]; `o` is the row.
-macro_rules! outbox_facts_select {
-    () => {
-        "SELECT o.id, o.issue_id, g.name, o.kind, o.target, o.status, o.attempts, o.crashes,
-             headwater_ms(o.due_at), o.taken_by, o.last_error, headwater_ms(o.created_at),
-             headwater_ms(o.delivered_at),
-             (SELECT min(f.id) FROM outbox f WHERE f.issue_id = o.issue_id AND f.kind = o.kind
-                  AND f.status IN ('waiting', 'pending', 'taken') AND f.id < o.id),
-             headwater_ms(headwater_now())
-         FROM outbox o JOIN integrations g ON g.id = o.integration_id"
-    };
+/// Where a page begins that follows no other.
+fn first_id(newest_first: bool) -> i64 {
+    if newest_first { i64::MAX } else { i64::MIN }
 }
 
 fn read_integration(row: &SqlRow) -> Result<IntegrationInfo, sqlx::Error> {
@@ -186,26 +181,31 @@ impl<S: SqlStore> AdminStore for S {
 
     async fn issues(&self, filter: &IssueFilter, limit: usize) -> Result<Vec<Issue>> {
         validate::page(limit)?;
-        let select = concat!(
-            "SELECT ",
-            issue_columns!(),
-            " FROM issues i JOIN integrations g ON g.id = i.integration_id
-              WHERE i.id > $1 AND ($2::text IS NULL OR i.processing_status = $2)
-                  AND ($3::boolean IS NULL OR (i.quarantined_at IS NOT NULL) = $3)
-                  AND ($4::text IS NULL OR g.name = $4)
-                  AND ($5::text IS NULL OR lower(i.last_error) LIKE $5 ESCAPE '!')
-              ORDER BY i.id LIMIT $6"
-        );
         let error = filter.error.as_deref().map(containing);
         let parameters = [
-            filter.after.map_or(i64::MIN, |after| after.0).into(),
+            filter.after.map_or(first_id(filter.newest_first), |after| after.0).into(),
             filter.status.map(ProcessingStatus::as_str).into(),
             filter.quarantined.into(),
             filter.integration.as_deref().into(),
             error.as_deref().into(),
             to_i64(limit).into(),
         ];
-        list(self, "listing issues", select, &parameters, read_issue).await
+        list(self, "listing issues", issues_statement(filter), &parameters, read_issue).await
+    }
+
+    async fn count_issues(&self, filter: &IssueFilter, max: usize) -> Result<usize> {
+        let error = filter.error.as_deref().map(containing);
+        let parameters = [
+            to_i64(max).into(),
+            filter.status.map(ProcessingStatus::as_str).into(),
+            filter.quarantined.into(),
+            filter.integration.as_deref().into(),
+            error.as_deref().into(),
+        ];
+        let read = |row: &SqlRow| count(row.get(0)?);
+        let select = issues_count_statement(filter);
+        let counted = first(self, "counting issues", select, &parameters, read).await?;
+        Ok(counted.unwrap_or_default())
     }
 
     async fn event_logs(
@@ -379,26 +379,26 @@ impl<S: SqlStore> AdminStore for S {
     }
 
     async fn backlog(&self) -> Result<Backlog> {
-        let select = "SELECT (SELECT count(*) FROM issues WHERE processing_status = 'queued'),
-                 (SELECT count(*) FROM issues WHERE processing_status = 'processing'),
-                 (SELECT count(*) FROM issues WHERE quarantined_at IS NOT NULL),
-                 (SELECT count(*) FROM outbox WHERE status IN ('waiting', 'pending', 'taken')),
-                 (SELECT count(*) FROM outbox WHERE status = 'dead'),
-                 (SELECT headwater_ms(min(created_at)) FROM outbox
-                  WHERE status IN ('waiting', 'pending', 'taken')),
-                 headwater_ms(headwater_now())";
         let read = |row: &SqlRow| {
-            let (oldest, now) = (optional_timestamp(row.get(5)?), timestamp(row.get(6)?));
+            let [oldest, first_pending] =
+                [optional_timestamp(row.get(5)?), optional_timestamp(row.get(6)?)];
+            let now = timestamp(row.get(7)?);
+            let age = |oldest: Option<Timestamp>| {
+                oldest.map_or(Duration::ZERO, |oldest| now.since(oldest))
+            };
             Ok(Backlog {
                 queued: count(row.get(0)?)?,
                 processing: count(row.get(1)?)?,
                 quarantined: count(row.get(2)?)?,
                 outbox_pending: count(row.get(3)?)?,
                 outbox_dead: count(row.get(4)?)?,
-                outbox_lag: oldest.map_or(Duration::ZERO, |oldest| now.since(oldest)),
+                outbox_lag: age(oldest),
+                oldest_wait: age(first_pending),
             })
         };
-        Ok(first(self, "counting the backlog", select, &[], read).await?.unwrap_or_default())
+        let parameters = [to_i64(OLDEST_WAIT_ISSUES).into()];
+        let backlog = first(self, "counting the backlog", BACKLOG, &parameters, read).await?;
+        Ok(backlog.unwrap_or_default())
     }
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
@@ -456,17 +456,13 @@ impl<S: SqlStore> AdminStore for S {
 
     async fn outbox_rows(&self, filter: &OutboxFilter, limit: usize) -> Result<Vec<OutboxFacts>> {
         validate::page(limit)?;
-        let select = concat!(
-            outbox_facts_select!(),
-            " WHERE o.id > $1 AND ($2::text IS NULL OR o.status = $2)
-                  AND ($3::bigint IS NULL OR o.issue_id = $3) ORDER BY o.id LIMIT $4"
-        );
         let parameters = [
-            filter.after.map_or(i64::MIN, |after| after.0).into(),
+            filter.after.map_or(first_id(filter.newest_first), |after| after.0).into(),
             filter.status.map(OutboxStatus::as_str).into(),
             filter.issue.map(|issue| issue.0).into(),
             to_i64(limit).into(),
         ];
+        let select = outbox_statement(filter);
         list(self, "listing outbox rows", select, &parameters, read_outbox_facts).await
     }
 

@@ -2,16 +2,17 @@
 //!
 //! Upstream: `worker` enters an issue before it claims it. Downstream: the store: heartbeats, and more often reads that
 //! look for newer events, each one call for all claims. Guarantees: one run of an issue at a time in this process; a request during a run is remembered; a claim
-//! that may have expired by the database's clock counts as lost, even if the database is unavailable. This is where a
-//! run becomes stale in its own process. Not here: what happens to a run whose claim is lost (see `worker`).
+//! that may have expired by the database's clock counts as lost, even if the database is unavailable, and also if it expired
+//! while the machine was suspended. This is where a run becomes stale in its own process. Not here: what happens to a run whose claim is lost (see `worker`).
 
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use headwater_stream::clock::{LeaseClock, SystemClock};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 
 use crate::claim::{ClaimRenewal, ClaimedIssue};
 use crate::error::{IssueError, Result};
@@ -26,6 +27,7 @@ const VALID_PERCENT: u32 = 90;
 pub(crate) struct ClaimRegistry {
     store: Arc<dyn Store>,
     ttl: Duration,
+    clock: LeaseClock,
     entries: Mutex<HashMap<IssueId, RegistryEntry>>,
 }
 
@@ -58,7 +60,16 @@ impl fmt::Debug for ClaimRegistry {
 
 impl ClaimRegistry {
     pub(crate) fn new(store: Arc<dyn Store>, ttl: Duration) -> Arc<Self> {
-        Arc::new(Self { store, ttl, entries: Mutex::default() })
+        Self::with_clock(store, ttl, LeaseClock::new(Arc::new(SystemClock)))
+    }
+
+    fn with_clock(store: Arc<dyn Store>, ttl: Duration, clock: LeaseClock) -> Arc<Self> {
+        Arc::new(Self { store, ttl, clock, entries: Mutex::default() })
+    }
+
+    /// The time by which claims are valid.
+    pub(crate) fn now(&self) -> Instant {
+        self.clock.now()
     }
 
     /// Enters an issue; `None` if it is in flight already. Its run is repeated then.
@@ -120,7 +131,7 @@ impl ClaimRegistry {
     }
 
     async fn renew(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<ClaimRenewal>> {
-        let sent = Instant::now();
+        let sent = self.now();
         let renewals = self.store.heartbeat(claims, self.ttl).await?;
         self.update(claims, &renewals, Some(self.valid_until(sent)));
         Ok(renewals)
@@ -181,7 +192,8 @@ impl IssueSlot {
         requested_again.then_some(self)
     }
 
-    /// Registers the claim for renewal. `requested_at` is a time before the claim was requested.
+    /// Registers the claim for renewal. `requested_at` is a [time of the registry](ClaimRegistry::now) before the claim was
+    /// requested.
     pub(crate) fn hold(&self, claimed: &ClaimedIssue, requested_at: Instant) -> HeldClaim {
         let valid_until = Some(self.registry.valid_until(requested_at));
         let (status, receiver) =
@@ -254,7 +266,7 @@ impl ClaimHandle {
     }
 
     pub(crate) fn is_held(&self) -> bool {
-        self.status.borrow().valid_until.is_some_and(|until| Instant::now() < until)
+        self.status.borrow().valid_until.is_some_and(|until| self.registry.now() < until)
     }
 
     /// Whether the database reported the claim as lost. A claim that was only not renewed in time may still be held.
@@ -269,7 +281,7 @@ impl ClaimHandle {
             let Some(until) = status.borrow_and_update().valid_until else { return };
             tokio::select! {
                 changed = status.changed() => if changed.is_err() { return },
-                () = sleep_until(until) => return,
+                () = self.registry.clock.sleep_until(until) => return,
             }
         }
     }
@@ -302,5 +314,56 @@ impl ClaimHandle {
             Some(ClaimRenewal::Kept { .. }) => Ok(()),
             Some(ClaimRenewal::Lost) | None => Err(IssueError::Fenced { issue_id, epoch }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[cfg(feature = "sqlite")]
+    #[tokio::test]
+    async fn a_claim_is_not_held_after_the_machine_was_suspended_until_it_is_renewed()
+    -> anyhow::Result<()> {
+        use anyhow::Context;
+        use headwater_stream::clock::TestClock;
+
+        use super::*;
+        use crate::{Claim, ClaimOptions, DebounceWindow, NewEvent, StoreOptions, connect};
+
+        let store = connect("sqlite::memory:", &StoreOptions::default()).await?;
+        store.ensure_integration("main", "github").await?;
+        let event = NewEvent {
+            integration: "main".into(),
+            external_project_id: "7".into(),
+            external_issue_id: "1".into(),
+            source: "github".into(),
+            event_type: "note".into(),
+            dedup_key: None,
+            trace: None,
+            payload: "{}".into(),
+        };
+        let recorded = store.record(&[event], &DebounceWindow::default()).await.remove(0)?;
+        let (options, issue_id) = (ClaimOptions::new("worker"), recorded.issue_id);
+        let Claim::Won(claimed) = store.claim(&[issue_id], &options).await?.remove(0) else {
+            anyhow::bail!("the issue was not claimed");
+        };
+        let clock = TestClock::default();
+        let on_clock = LeaseClock::new(Arc::new(clock.clone()));
+        let registry = ClaimRegistry::with_clock(Arc::clone(&store), options.ttl, on_clock);
+        let slot = registry.try_enter(issue_id).context("the issue is in flight")?;
+        let held = slot.hold(&claimed, registry.now());
+        let claim = held.handle();
+        clock.advance(options.ttl / 2);
+        assert!(claim.is_held());
+
+        // Only the clock that goes on while the machine is suspended moves.
+        clock.advance(options.ttl);
+
+        assert!(!claim.is_held() && !claim.is_lost());
+        tokio::time::timeout(options.ttl / 2, claim.ended()).await.context("it ends at once")?;
+        let fenced = claim.heartbeat().await;
+        assert!(matches!(fenced, Err(IssueError::Fenced { .. })), "{fenced:?}");
+        claim.renew().await?;
+        assert!(claim.is_held(), "the database still has the claim");
+        Ok(())
     }
 }

@@ -34,6 +34,8 @@ mod connect;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod admin_queries;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod admin_statements;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod clock_watch;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod event_batch;

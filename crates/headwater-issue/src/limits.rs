@@ -110,6 +110,9 @@ pub const NUDGE_OVERDUE_MIN: Duration = Duration::from_millis(1);
 /// Issues in the local queue of a worker; further ones are left to the sweep.
 pub const LOCAL_QUEUE_MAX: usize = 100_000;
 
+/// Queued issues that are looked at for the longest wait.
+pub const OLDEST_WAIT_ISSUES: usize = 10_000;
+
 /// Concurrent runs of one worker.
 pub const CONCURRENT_RUNS_MAX: usize = 10_000;
 

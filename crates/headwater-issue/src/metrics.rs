@@ -42,6 +42,8 @@ pub const OUTBOX_LAG: &str = "headwater_outbox_lag_seconds";
 pub const OUTBOX_ROWS: &str = "headwater_outbox_rows";
 /// Issues. Labels: status (`queued`, `processing`, `quarantined`).
 pub const ISSUES: &str = "headwater_issues";
+/// Longest time in seconds that a queued issue has waited, of the first 10,000 queued ones.
+pub const ISSUES_OLDEST_WAIT: &str = "headwater_issues_oldest_wait_seconds";
 
 /// PostgreSQL connections found inside a transaction that no call had open; each was closed. Alert on any.
 pub const CONNECTIONS_IN_TRANSACTION: &str = "headwater_database_connections_in_transaction_total";
@@ -73,6 +75,7 @@ pub async fn sample(store: &dyn Store, streams: Option<&Arc<dyn Backend>>) -> Re
     gauge!(ISSUES, "status" => "queued").set(backlog.queued as f64);
     gauge!(ISSUES, "status" => "processing").set(backlog.processing as f64);
     gauge!(ISSUES, "status" => "quarantined").set(backlog.quarantined as f64);
+    gauge!(ISSUES_OLDEST_WAIT).set(backlog.oldest_wait.as_secs_f64());
     gauge!(OUTBOX_ROWS, "status" => "pending").set(backlog.outbox_pending as f64);
     gauge!(OUTBOX_ROWS, "status" => "dead").set(backlog.outbox_dead as f64);
     gauge!(OUTBOX_LAG).set(backlog.outbox_lag.as_secs_f64());

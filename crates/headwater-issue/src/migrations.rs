@@ -35,6 +35,12 @@ pub(crate) const ISSUES: &[Migration] = &[
         postgres: include_str!("postgres/migrations/0002_issue_runs.sql"),
         sqlite: include_str!("sqlite/migrations/0002_issue_runs.sql"),
     },
+    Migration {
+        version: 3,
+        description: "lists of issues with an error and of open outbox rows",
+        postgres: include_str!("postgres/migrations/0003_lists.sql"),
+        sqlite: include_str!("sqlite/migrations/0003_lists.sql"),
+    },
 ];
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
@@ -221,6 +227,10 @@ mod tests {
             (
                 "fd599f6386225813c5549c2d2a64b5894422f484669a4e9677555a3ca39949ca",
                 "0652a248518d82ce2d10aa5252b4d4aea996a280925e55b35e23c22810b3d2df",
+            ),
+            (
+                "b8c032f02ce7691554c3d53888be393eedc454f93507e0e6fcb4c99c118bdbec",
+                "15ed95fe9f6ee78aad2e133b7f4d5895a158275c340aea83a79ccc94aaead8b5",
             ),
         ];
         let pinned = pinned.map(|(postgres, sqlite)| (postgres.to_owned(), sqlite.to_owned()));

@@ -392,7 +392,7 @@ impl Inner {
         let issue_id = slot.issue_id;
         let until = Instant::now() + self.config.claim_ttl;
         while !self.stop.is_cancelled() {
-            let requested_at = Instant::now();
+            let requested_at = self.claims.now();
             let reason = match self.batcher.claim(issue_id).await {
                 Ok(Claim::Won(claimed)) => {
                     let held = slot.hold(&claimed, requested_at);

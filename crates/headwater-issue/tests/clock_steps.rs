@@ -419,6 +419,19 @@ async fn on_postgres_a_clock_step_ends_waits_and_keeps_claims_and_taken_rows() -
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn on_postgres_a_clock_step_right_after_the_opening_is_detected() -> Result<()> {
+    let clock = WallClock::start()?;
+    let server = Postgres::start_at(&clock)?;
+    let database = server.database()?;
+    let working = open(&database.url()).await?;
+    let unused = connect(&database.url(), &StoreOptions::default()).await?;
+    clock.set(3600)?;
+    assert_eq!(unused.workers().await?.len(), 1);
+    working.close().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn on_postgres_a_process_started_after_a_clock_step_back_ends_waits() -> Result<()> {
     let clock = WallClock::start()?;
     let server = Postgres::start_at(&clock)?;

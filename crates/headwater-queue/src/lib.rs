@@ -47,8 +47,9 @@ pub use consumer::{
 pub use dead_letter::DeadLetter;
 pub use dead_letters::{
     CandidatePage, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, DeadLetters,
-    PurgeConfig, PurgeReport, ReplayCandidate, ReplayConfig, ReplayOrder, ReplayOutcomes,
-    ReplayReadiness, ReplayRefusal, ReplayReport, ReplayedLetter, ReplayedLetterOutcome,
+    DeadLettersRevision, PurgeConfig, PurgeReport, ReplayCandidate, ReplayConfig, ReplayOrder,
+    ReplayOutcomes, ReplayReadiness, ReplayRefusal, ReplayReport, ReplayedLetter,
+    ReplayedLetterOutcome,
 };
 pub use error::{Interrupted, QueueError, Result};
 pub use handler::{Handler, Outcome, RetryPolicy};
@@ -56,6 +57,7 @@ pub use headwater_stream::Backoff;
 pub use inspect::{
     Bound, ConsumerView, DelayedView, GroupPartitionView, GroupView, Inspector, MemberView,
     MessageQuery, OwnerView, PartitionView, PendingFilter, PendingView, StoredMessage, TopicView,
+    read_each,
 };
 pub use keys::Layout;
 pub use message::{MalformedMessage, Message, MessageHeaders, NewMessage};
@@ -67,7 +69,7 @@ pub use producer::{DelayedMessage, Producer, Sent};
 pub use queue::Queue;
 pub use remove_group::RemovedGroup;
 pub use reset::{BoundedCount, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
-pub use sampler::Sampler;
+pub use sampler::{GroupMeasure, Sampler, TopicMeasure};
 pub use tail::{Tail, TailConfig, TailStart};
 pub use topic::{
     EntryFormat, GroupName, Partition, Policies, PolicyChanges, Resize, Topic, TopicName,

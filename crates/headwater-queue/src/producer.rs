@@ -1,8 +1,9 @@
 //! Sends messages: validates, chooses the partition, appends.
 //!
 //! Upstream: applications. Downstream: the streams of a topic.
-//! Guarantees: an invalid message is rejected before anything is sent; a partition is never chosen from topic metadata
-//! older than the topic's `refresh`; a confirmed message is in its partition, and every other result is an error.
+//! Guarantees: an invalid message is rejected before anything is sent; the number of partitions that a key or an id is
+//! hashed to is never older than the topic's `refresh`, also while the metadata cannot be read; a confirmed message is in
+//! its partition, and every other result is an error.
 //! Not here: retrying a failed send. A caller that retries gives the message an id, so that duplicates are dropped.
 
 mod batch;
@@ -30,7 +31,7 @@ use crate::config::ProducerConfig;
 use crate::error::{QueueError, Result};
 use crate::message::{NewMessage, OutgoingMessage};
 use crate::metrics::ANOMALIES;
-use crate::queue::Queue;
+use crate::queue::{Queue, UseExpired};
 use crate::topic::Partition;
 use crate::trace::{self, TraceBridge, TraceContext};
 
@@ -93,7 +94,8 @@ impl Producer {
     /// retry with the same id. The same holds if the future is dropped before it completes.
     pub async fn send(&self, topic: &str, message: NewMessage) -> Result<Sent> {
         let until = Instant::now() + self.inner.config.deadline;
-        let cached = self.cached_topic(topic, until).await?;
+        let use_expired = use_expired(std::slice::from_ref(&message));
+        let cached = self.cached_topic(topic, use_expired, until).await?;
         let (prepared, span) = self.prepare(&cached, message)?;
         let PreparedMessage { partition, idempotency_key, fields } = prepared;
         let handle = cached.partition(partition);
@@ -198,13 +200,18 @@ impl Producer {
     }
 
     /// The cached metadata of a topic, refreshed if it is too old.
-    async fn cached_topic(&self, topic: &str, until: Instant) -> Result<Arc<CachedTopic>> {
+    async fn cached_topic(
+        &self,
+        topic: &str,
+        use_expired: UseExpired,
+        until: Instant,
+    ) -> Result<Arc<CachedTopic>> {
         // The deadline was set just now.
         let now = until - self.inner.config.deadline;
         if let Some(cached) = self.inner.topics.fresh(topic, now) {
             return Ok(cached);
         }
-        let refresh = self.inner.topics.refresh(topic);
+        let refresh = self.inner.topics.refresh(topic, use_expired);
         timeout_at(until, refresh).await.unwrap_or_else(|_| Err(self.deadline_exceeded(topic)))
     }
 
@@ -229,6 +236,18 @@ impl Producer {
     fn deadline_exceeded(&self, topic: &str) -> QueueError {
         let deadline = self.inner.config.deadline;
         QueueError::DeadlineExceeded { topic: topic.to_owned(), deadline }
+    }
+}
+
+/// Which metadata is good enough for messages while the current one cannot be read. The partition of a key or an id depends
+/// on the number of partitions; with an old one, a message could overtake others of its key, or not find its duplicate.
+fn use_expired(messages: &[NewMessage]) -> UseExpired {
+    let is_hashed = |message: &NewMessage| {
+        message.partition.is_none() && (message.key.is_some() || message.id.is_some())
+    };
+    match messages.iter().any(is_hashed) {
+        true => UseExpired::IfCurrent,
+        false => UseExpired::UnlessChanged,
     }
 }
 

@@ -34,6 +34,7 @@ impl Queue {
     /// partition. A process that joins concurrently may create the group again.
     pub async fn remove_group(&self, topic: &str, group: &str) -> Result<RemovedGroup> {
         let view = self.inspect().group(topic, group).await?;
+        view.require_complete()?;
         let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
         let living = members.map(|one| one.consumer.clone().unwrap_or_else(|| one.member.clone()));
         require_inactive(&view, living.collect())?;

@@ -159,6 +159,7 @@ impl Queue {
 
     async fn check_inactive(&self, topic: &Topic, group: &GroupName) -> Result<()> {
         let view = self.inspect().group(topic.name.as_str(), group.as_str()).await?;
+        view.require_complete()?;
         // A reserved member has nothing in flight.
         let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
         let active = members.filter_map(|member| member.consumer.clone());

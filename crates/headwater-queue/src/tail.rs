@@ -2,7 +2,7 @@
 //!
 //! Upstream: command line and HTTP interface. Downstream: a reader of the backend that belongs to no group.
 //! Guarantees: every message after the start is returned once, those of one partition in order; new partitions are read
-//! within the topic's `refresh`. Not promised: order between partitions, beyond one batch.
+//! within the topic's `refresh`, or as soon as its metadata can be read. Not promised: order between partitions, beyond one batch.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -102,7 +102,7 @@ impl Tail {
         let until = Instant::now() + wait;
         loop {
             if Instant::now() >= self.refresh_at {
-                let topic = self.queue.topic(&self.topic).await?;
+                let topic = self.queue.topic_or_expired(&self.topic).await?;
                 self.update_streams(&topic)?;
             }
             let positions: Vec<(StreamName, EntryId)> = self

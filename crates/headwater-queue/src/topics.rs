@@ -6,6 +6,7 @@
 //! per key: see [`Topics::grow`].
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
@@ -150,11 +151,21 @@ impl Topics {
         })
     }
 
+    /// Whether a topic was created. `true` can be as old as the metadata that producers use: as the topic's `refresh`, or older
+    /// while the metadata cannot be read in time. `false` is read now.
+    pub async fn is_created(&self, name: &str) -> Result<bool> {
+        let name = TopicName::new(name)?;
+        if !self.queue.topic_or_expired(&name).await?.layout.is_plain() {
+            return Ok(true);
+        }
+        Ok(!self.queue.read_topic(&name).await?.layout.is_plain())
+    }
+
     /// Gives a topic more partitions, and returns when every producer knows of it: after twice its `refresh`.
     ///
     /// With hash partitioning and `MessageOrder::PerKey`, messages of a key that moves to another partition are handled only
     /// after the older ones in its old partition are done. If this process dies meanwhile, the next `grow` or a
-    /// consumer completes the resize.
+    /// consumer completes the resize. If it fails before that, repeat it, with the same or with the present number.
     pub async fn grow(&self, name: &str, partitions: u16) -> Result<()> {
         let name = TopicName::new(name)?;
         check_partitions(partitions)?;
@@ -164,14 +175,17 @@ impl Topics {
             if topic.layout.is_plain() {
                 return Err(QueueError::NoTopic { topic: name.to_string() });
             }
-            if partitions == topic.partitions {
-                // The process that grew it may have died before registering it.
-                return self.register(&name).await;
-            }
             check_resize(&topic, partitions)?;
             let lock = TopicLock::acquire(&self.queue, &name).await?;
+            if partitions == topic.partitions {
+                // The process that grew it, or tried to grow it further, may have died before it was done.
+                let repaired = self.repair_stream_set(&name).await;
+                lock.release().await;
+                repaired?;
+                return self.register(&name).await;
+            }
             // If another process has grown it meanwhile, the next iteration handles that first.
-            let begun = self.begin_resize(&name, partitions).await;
+            let begun = self.begin_resize(&name, partitions, &lock).await;
             lock.release().await;
             begun?;
         }
@@ -333,6 +347,28 @@ impl Topics {
         Err(self.too_many_conflicts(name))
     }
 
+    /// Removes streams that the topic does not have from the set of its streams, and returns the topic. The caller holds the
+    /// topic lock: a resize in progress adds its streams before the metadata counts them.
+    ///
+    /// A resize that failed in between leaves them. Then the set differs from the metadata, and producers take the topic for
+    /// resized when they cannot read the metadata.
+    async fn repair_stream_set(&self, name: &TopicName) -> Result<Arc<Topic>> {
+        let backend = &self.queue.inner.backend;
+        let topic = self.queue.read_topic(name).await?;
+        if !topic.layout.is_plain() {
+            let set = keys::partitions(name);
+            let streams = streams_of(&topic);
+            let known: BTreeSet<&str> = streams.iter().map(StreamName::as_str).collect();
+            let members = backend.set_members(&set).await?;
+            let unknown: Vec<&str> =
+                members.iter().map(String::as_str).filter(|it| !known.contains(it)).collect();
+            if !unknown.is_empty() {
+                backend.set_remove(&set, &unknown).await?;
+            }
+        }
+        Ok(topic)
+    }
+
     /// Notifies consumers of the topic that it changed.
     async fn notify_watchers(&self, name: &TopicName) {
         group::notify_watchers(&*self.queue.inner.backend, &keys::topic_notification(name)).await;
@@ -344,18 +380,35 @@ impl Topics {
     }
 
     /// Starts a resize, unless the topic was changed since it was read.
-    async fn begin_resize(&self, name: &TopicName, partitions: u16) -> Result<()> {
-        let topic = self.queue.read_topic(name).await?;
+    async fn begin_resize(
+        &self,
+        name: &TopicName,
+        partitions: u16,
+        lock: &TopicLock,
+    ) -> Result<()> {
+        let topic = self.repair_stream_set(name).await?;
         let is_settled = topic.resizes.last().is_none_or(|resize| resize.last_ids.is_some());
         if topic.layout.is_plain() || !is_settled || partitions <= topic.partitions {
             return Ok(());
         }
-        let began = self.queue.inner.backend.now().await?;
-        let resize = Resize { from: topic.partitions, to: partitions, began, last_ids: None };
+        // First the set of streams: producers compare it while the metadata cannot be read. Without the new streams they would go on
+        // with the old count, longer than the resize waits for them.
         let mut grown = Topic { partitions, ..Topic::clone(&topic) };
+        let streams = streams_of(&grown);
+        let streams: Vec<&str> = streams.iter().map(StreamName::as_str).collect();
+        let backend = &self.queue.inner.backend;
+        backend.set_add(&keys::partitions(name), &streams, None).await?;
+        // Only the holder of the lock may remove these streams again.
+        lock.renew().await?;
+        // As late as possible: producers have twice the topic's `refresh` from here on to read the new count, which they can only
+        // after the next write.
+        let began = backend.now().await?;
+        let resize = Resize { from: topic.partitions, to: partitions, began, last_ids: None };
         grown.resizes.push(resize);
-        if self.replace_resizes(&topic, &grown).await? {
-            self.register(name).await?;
+        let is_grown = self.replace_resizes(&topic, &grown).await?;
+        // Also otherwise: if the topic was deleted meanwhile, the set must not stay.
+        self.register(name).await?;
+        if is_grown {
             self.notify_watchers(name).await;
         }
         Ok(())
@@ -441,7 +494,7 @@ fn check_resize(topic: &Topic, partitions: u16) -> Result<()> {
         );
         return Err(QueueError::invalid("partitions", problem));
     }
-    if topic.resizes.len() >= RESIZES_MAX {
+    if partitions > topic.partitions && topic.resizes.len() >= RESIZES_MAX {
         let problem = format!("topic `{name}` has already been grown {RESIZES_MAX} times");
         return Err(QueueError::invalid("a resize", problem));
     }

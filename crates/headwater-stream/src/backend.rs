@@ -18,8 +18,10 @@ pub trait Backend: Streams + Delays + Leases + Registry + Dedup {
     /// Kind, address, version and detected capabilities of this backend, as of the last [`probe`](Self::probe).
     fn describe(&self) -> BackendDescription;
 
-    /// Connects if necessary and describes the current state. Fails with `Invalid` if the server cannot be used with this URL.
+    /// Connects if necessary and describes the current state. Fails with `Invalid` if the server cannot be used with this URL, and
+    /// otherwise as other calls do.
     async fn probe(&self) -> Result<BackendDescription> {
+        self.now().await?;
         Ok(self.describe())
     }
 

@@ -16,6 +16,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::iso8601::{Config, EncodedConfig, TimePrecision};
 use time::format_description::well_known::{Iso8601, Rfc3339};
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 #[cfg(any(feature = "embedded", test))]
 pub(crate) use self::steady::SteadyClock;
@@ -130,6 +131,44 @@ fn since_start() -> Duration {
 fn since_start() -> Duration {
     static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
     START.get_or_init(std::time::Instant::now).elapsed()
+}
+
+/// Shorter suspensions are covered by the safety margins of leases.
+const SUSPENSION_MIN: Duration = Duration::from_millis(100);
+
+/// Time for the validity of leases and claims. It goes on while the machine is suspended; `Instant` stands still meanwhile, and a
+/// lease that has expired on the server would seem valid.
+#[derive(Clone, Debug)]
+pub struct LeaseClock {
+    clock: Arc<dyn Clock>,
+    started: (std::time::Instant, Duration),
+}
+
+impl LeaseClock {
+    /// Time that passes on the monotonic clock of `clock` while `Instant` stands still counts as a suspension of the machine.
+    pub fn new(clock: Arc<dyn Clock>) -> Self {
+        let started = (std::time::Instant::now(), clock.monotonic());
+        Self { clock, started }
+    }
+
+    /// How long the machine was suspended since the start.
+    fn suspended(&self) -> Duration {
+        let (running, boot) = self.started;
+        let ahead = self.clock.monotonic().saturating_sub(boot).saturating_sub(running.elapsed());
+        // Less is the time between the readings of both clocks.
+        if ahead < SUSPENSION_MIN { Duration::ZERO } else { ahead }
+    }
+
+    /// The current time. Compare only times of the same clock.
+    pub fn now(&self) -> Instant {
+        Instant::now() + self.suspended()
+    }
+
+    /// Returns at this time, or later by at most the time left if the machine is suspended meanwhile. Cancel-safe.
+    pub async fn sleep_until(&self, time: Instant) {
+        let left = time.saturating_duration_since(self.now());
+        tokio::time::sleep(left).await;
+    }
 }
 
 /// A clock that only moves when a test advances it. Clones share the time.

@@ -53,7 +53,8 @@ impl Default for Options {
 /// | `redis-sentinel://host:port,host:port/service[/database]` | the primary that Sentinel names; `?sentinel_user=` and `?sentinel_password=` for the Sentinels, `?tls=true` |
 /// | `redis-cluster://host:port,host:port` | a Redis Cluster; `?tls=true` |
 ///
-/// `?client_name=` is the name of the connections in `CLIENT LIST` (default `headwater`). Values are percent-encoded.
+/// For Redis, `?client_name=` is the name of the connections in `CLIENT LIST` (default `headwater`), and `?prefix=` is what all keys and
+/// channels begin with (default: nothing). Values are percent-encoded.
 pub async fn connect(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     for (name, time) in
         [("call_deadline", options.call_deadline), ("silence_max", options.silence_max)]

@@ -34,7 +34,7 @@ pub trait Delays: Send + Sync {
     /// Number of entries and the next due time.
     async fn delay_stats(&self, delays: &DelayName) -> Result<DelayStats>;
 
-    /// Lists entries, earliest first, after skipping `offset` of them.
+    /// Lists entries, earliest first, after skipping `offset` of them. Fewer than `count` are the last ones.
     async fn delayed(
         &self,
         delays: &DelayName,

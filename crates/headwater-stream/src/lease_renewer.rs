@@ -15,7 +15,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
-use crate::clock::{Clock, SystemClock};
+use crate::clock::{Clock, LeaseClock, SystemClock};
 use crate::error::{Result, StreamError};
 use crate::leases::{AcquireResult, Fence, Leases, RENEWAL_PART, Renewal};
 use crate::limits::LEASES_MAX;
@@ -36,9 +36,6 @@ pub struct LeaseRenewerConfig {
 const TTL_DEFAULT: Duration = Duration::from_secs(15);
 const RENEW_EVERY_DEFAULT: Duration = Duration::from_secs(5);
 const SAFETY_MARGIN_DEFAULT: Duration = Duration::from_millis(1500);
-
-/// Shorter suspensions are covered by the safety margin.
-const SUSPENSION_MIN: Duration = Duration::from_millis(100);
 
 // Two renewals may be lost before ownership is; otherwise one slow round trip is a failover.
 const _: () = assert!(RENEW_EVERY_DEFAULT.as_millis() * 3 <= TTL_DEFAULT.as_millis());
@@ -168,39 +165,6 @@ pub struct HeldLease {
     fence: Fence,
     validity: watch::Receiver<Option<Instant>>,
     clock: LeaseClock,
-}
-
-/// Time for the validity of leases. It goes on while the machine is suspended; `Instant` stands still meanwhile, and a lease that
-/// has expired on the server would seem valid.
-#[derive(Clone, Debug)]
-struct LeaseClock {
-    clock: Arc<dyn Clock>,
-    started: (std::time::Instant, Duration),
-}
-
-impl LeaseClock {
-    fn new(clock: Arc<dyn Clock>) -> Self {
-        let started = (std::time::Instant::now(), clock.monotonic());
-        Self { clock, started }
-    }
-
-    /// How long the machine was suspended since the start.
-    fn suspended(&self) -> Duration {
-        let (running, boot) = self.started;
-        let ahead = self.clock.monotonic().saturating_sub(boot).saturating_sub(running.elapsed());
-        // Less is the time between the readings of both clocks.
-        if ahead < SUSPENSION_MIN { Duration::ZERO } else { ahead }
-    }
-
-    fn now(&self) -> Instant {
-        Instant::now() + self.suspended()
-    }
-
-    /// Returns at this time, or later by at most the time left if the machine is suspended meanwhile. Cancel-safe.
-    async fn sleep_until(&self, time: Instant) {
-        let left = time.saturating_duration_since(self.now());
-        tokio::time::sleep(left).await;
-    }
 }
 
 /// Result of [`LeaseRenewer::acquire`].

@@ -1,7 +1,7 @@
 //! Validated names of streams, groups, consumers, leases and so on.
 //!
 //! Guarantees: a name is 1 to [`NAME_BYTES_MAX`](crate::limits::NAME_BYTES_MAX) bytes of UTF-8 without control characters. On Redis a
-//! name *is* the key, so a name with `}` must contain a hash tag (`{…}`): other keys of the same slot are derived from it.
+//! name *is* the key (after the prefix of the URL, if it has one), so a name with `}` must contain a hash tag (`{…}`): other keys of the same slot are derived from it.
 
 use std::fmt;
 use std::sync::Arc;

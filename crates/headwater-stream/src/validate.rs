@@ -1,5 +1,6 @@
 //! Argument checks that every backend makes before a call has any effect; one function per call.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::delays::{DueTime, ScheduleRequest};
@@ -57,15 +58,25 @@ pub(crate) fn read(streams: &[StreamName], count: usize, wait: Duration) -> Resu
 pub(crate) fn settle(settle: &SettleBatch<'_>) -> Result<()> {
     at_most("entries", settle.entries.len(), BATCH_MAX, "entries in one settle")?;
     let mut bytes = 0;
+    let (mut streams, mut delay_sets) = (BTreeSet::new(), BTreeSet::new());
     for settlement in settle.entries {
         match &settlement.action {
             SettleAction::Ack | SettleAction::Delete | SettleAction::Release => {}
-            SettleAction::Append { fields, .. } => bytes += follow_up(fields)?,
-            SettleAction::Reschedule { due, fields, .. } => {
+            SettleAction::Append { to, fields } => {
+                streams.insert(to.as_str());
+                bytes += follow_up(fields)?;
+            }
+            SettleAction::Reschedule { delays, due, fields, .. } => {
+                delay_sets.insert(delays.as_str());
                 self::due(*due)?;
                 bytes += follow_up(fields)?;
             }
         }
+    }
+    // The first of them would create it, and the other one fail: half of the batch would be settled.
+    if let Some(name) = streams.intersection(&delay_sets).next() {
+        let problem = format!("`{name}` is named as a stream and as a delay set");
+        return Err(StreamError::invalid("entries", problem));
     }
     at_most("entries", bytes, BATCH_BYTES_MAX, "bytes in one settle")
 }

@@ -1,5 +1,8 @@
-//! The conformance suite on every backend, in six configurations.
+//! The conformance suite on every backend, in eight configurations.
 #![cfg(any(feature = "embedded", feature = "redis"))]
+
+#[cfg(feature = "redis")]
+mod redis_support;
 
 use std::sync::Arc;
 
@@ -81,21 +84,42 @@ mod redis_acl {
 
     async fn setup() -> TestResult<StreamTestEnv> {
         let redis = testkit(Redis::shared())?;
-        for words in [acl_rules(), vec!["CONFIG", "SET", "notify-keyspace-events", "Ex"]] {
-            testkit(redis.command(&words).and_then(|reply| reply.ok()))?;
-        }
+        testkit(redis_support::allow(std::slice::from_ref(&redis), "headwater", ""))?;
         let url = format!("redis://headwater:PASSWORD@{}/", redis.addr());
         Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(redis))
     }
 
-    /// The words of the documented command.
-    fn acl_rules() -> Vec<&'static str> {
-        let page = include_str!("../../../docs/redis.md");
-        let (_, command) =
-            page.split_once("\nACL SETUSER headwater ").expect("the page has ACL rules");
-        let (rules, _) = command.split_once("```").expect("the block ends");
-        let words = rules.split_whitespace().filter(|word| *word != "\\");
-        ["ACL", "SETUSER", "headwater"].into_iter().chain(words).collect()
+    stream_suite!(setup());
+}
+
+/// The same with a key prefix, as a user who may use only keys and channels that begin with it.
+#[cfg(feature = "redis")]
+mod redis_prefix {
+    use headwater_testkit::Redis;
+
+    use super::*;
+
+    async fn setup() -> TestResult<StreamTestEnv> {
+        let redis = testkit(Redis::shared())?;
+        testkit(redis_support::allow(std::slice::from_ref(&redis), "app1", "app1:"))?;
+        let url = redis_support::url_of_user(&redis, "app1", "app1:");
+        Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(redis))
+    }
+
+    stream_suite!(setup());
+}
+
+#[cfg(feature = "redis")]
+mod redis_cluster_prefix {
+    use headwater_testkit::Cluster;
+
+    use super::*;
+
+    async fn setup() -> TestResult<StreamTestEnv> {
+        let cluster = testkit(Cluster::shared())?;
+        testkit(redis_support::allow(cluster.nodes(), "app1", "app1:"))?;
+        let url = redis_support::cluster_url_of_user(&cluster, "app1", "app1:");
+        Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(cluster))
     }
 
     stream_suite!(setup());

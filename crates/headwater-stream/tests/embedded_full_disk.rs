@@ -2,8 +2,8 @@
 //! recovers.
 //!
 //! Two kinds of disk. On a tmpfs the write fails. On an ext4 on full storage (thin provisioning) the write
-//! succeeds and the sync fails, after which the page cache cannot be trusted. `HEADWATER_SEED` sets the
-//! times of the kills.
+//! succeeds and the sync fails, after which the page cache cannot be trusted. Or the sync succeeds and the data is not stored: a
+//! loop device confirms a write of which its file took only the beginning. `HEADWATER_SEED` sets the times of the kills.
 #![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::fs;
 use std::hash::{BuildHasher, RandomState};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -27,6 +28,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Size of the small disk, and of the ballast whose removal frees space.
 const DISK_BYTES: usize = 8 * 1024 * 1024;
 const BALLAST_BYTES: usize = 5 * 1024 * 1024;
+/// The storage allocates pages of this size.
+const PAGE_BYTES: usize = 4096;
 
 /// Ends every line that the child prints, so that a line truncated by the kill is not mistaken for a
 /// complete one.
@@ -102,6 +105,16 @@ impl SmallDisk {
 
     fn add_ballast(&self) {
         fs::write(self.storage.join("ballast"), vec![1; BALLAST_BYTES]).unwrap();
+    }
+
+    /// Fills the storage except for this many bytes.
+    fn add_ballast_except(&self, bytes: usize) {
+        let mut ballast = fs::File::create(self.storage.join("ballast")).unwrap();
+        let mut length = 0;
+        while ballast.write_all(&[1; PAGE_BYTES]).is_ok() {
+            length += PAGE_BYTES;
+        }
+        ballast.set_len((length - bytes) as u64).unwrap();
     }
 
     fn remove_ballast(&self) {
@@ -232,12 +245,14 @@ async fn appends(
 }
 
 /// An ext4 whose storage is full reports `ENOSPC` if it could not write data, and `EIO` if it could not write its own
-/// metadata. Only a sync meets the second.
+/// metadata. Only a sync meets the second. Or it reports nothing, and the data is not there when it is read back.
 fn is_from_the_disk(error: &StreamError) -> bool {
     let problem = error.to_string();
     let is_failed_sync =
         || problem.contains("could not be synced") && problem.contains("(os error 5)");
-    matches!(error, StreamError::Full { .. }) || is_failed_sync()
+    let is_lost =
+        || problem.contains("confirmed a sync of") && problem.contains("does not have its data");
+    matches!(error, StreamError::Full { .. }) || is_failed_sync() || is_lost()
 }
 
 async fn consumes(backend: Arc<dyn Backend>) {
@@ -313,6 +328,8 @@ impl Reported {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kill {
     WhileFull,
+    /// The directory is opened while the disk is still full, and again when there is space.
+    WhileFullAndOpened,
     DuringRepair,
     AfterRepair,
 }
@@ -331,7 +348,8 @@ async fn fill_and_free(disk: fn(usize) -> Option<SmallDisk>, all_parameters: &[&
     println!("HEADWATER_SEED={seed}");
     let mut random = seed;
     for parameters in all_parameters {
-        for kill in [Kill::AfterRepair, Kill::WhileFull, Kill::DuringRepair, Kill::DuringRepair] {
+        let (repair, full) = (Kill::DuringRepair, Kill::WhileFull);
+        for kill in [Kill::AfterRepair, full, Kill::WhileFullAndOpened, repair, repair] {
             let Some(disk) = disk(DISK_BYTES) else {
                 eprintln!("skipped: mounting a small file system needs privileges");
                 return;
@@ -350,7 +368,7 @@ async fn fill_free_and_check(disk: &SmallDisk, parameters: &str, kill: Kill, ran
     let mut reported = Reported::default();
     reported.read_until(&child, |what, _| what == "rejected");
     match kill {
-        Kill::WhileFull => {}
+        Kill::WhileFull | Kill::WhileFullAndOpened => {}
         Kill::DuringRepair => {
             disk.remove_ballast();
             std::thread::sleep(Duration::from_millis(random_below(random, 2500)));
@@ -372,7 +390,13 @@ async fn fill_free_and_check(disk: &SmallDisk, parameters: &str, kill: Kill, ran
     while let Ok(line) = child.line(Duration::from_secs(10)) {
         reported.read_line(&line);
     }
-    if kill == Kill::WhileFull && disk.is_thin() {
+    if kill == Kill::WhileFullAndOpened {
+        match open(&directory, parameters).await {
+            Ok(backend) => drop(check_and_close(&*backend, &reported).await),
+            Err(error) => assert!(is_from_the_disk(&error), "{error}"),
+        }
+    }
+    if matches!(kill, Kill::WhileFull | Kill::WhileFullAndOpened) && disk.is_thin() {
         disk.remove_ballast();
     }
     let found = open_and_check(&directory, parameters, &reported).await;
@@ -389,7 +413,11 @@ async fn open_and_check(
     reported: &Reported,
 ) -> BTreeMap<u64, EntryId> {
     let backend = open(directory, parameters).await.unwrap();
-    let entries = all_entries(&*backend).await;
+    check_and_close(&*backend, reported).await
+}
+
+async fn check_and_close(backend: &dyn Backend, reported: &Reported) -> BTreeMap<u64, EntryId> {
+    let entries = all_entries(backend).await;
     assert!(entries.is_sorted_by_key(|entry| entry.id));
     let found: BTreeMap<u64, EntryId> =
         entries.iter().map(|entry| (number_of(&entry.fields), entry.id)).collect();
@@ -428,4 +456,79 @@ async fn after_a_full_disk_the_log_recovers_and_acknowledged_data_survives_every
 async fn after_failed_syncs_the_log_recovers_and_acknowledged_data_survives_every_kill() {
     let parameters = ["sync=always", "sync=interval", "sync=always&compact_bytes=200000"];
     fill_and_free(SmallDisk::mount_thin, &parameters).await;
+}
+
+/// Opens a new directory, appends about 900 kB and closes it. Returns what was appended and the size of the log.
+async fn fill_directory(directory: &Path) -> (Vec<Entry>, usize) {
+    let backend = open(directory, "").await.unwrap();
+    for batch in 0..3 {
+        let batch: Vec<Fields> =
+            (0..100).map(|number| fields(100 * batch + number, 3000)).collect();
+        backend.append(&stream("s"), &batch, &Retention::KEEP_ALL).await.unwrap();
+    }
+    let entries = all_entries(&*backend).await;
+    backend.close().await.unwrap();
+    (entries, fs::metadata(directory.join("00000001.log")).unwrap().len() as usize)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_of_the_log_that_the_disk_has_confirmed_and_not_stored_does_not_replace_the_log() {
+    for missing_pages in 0..20 {
+        let Some(disk) = SmallDisk::mount_thin(DISK_BYTES) else {
+            eprintln!("skipped: mounting a small file system needs privileges");
+            return;
+        };
+        let directory = disk.path.join("d");
+        let (entries, log_bytes) = fill_directory(&directory).await;
+        disk.remount();
+
+        // The log is copied when it is opened, and the last pages of the copy do not fit.
+        disk.add_ballast_except(
+            log_bytes.next_multiple_of(PAGE_BYTES) - missing_pages * PAGE_BYTES,
+        );
+        let backend = open(&directory, "").await.unwrap();
+        assert_eq!(all_entries(&*backend).await, entries);
+        let _ = backend.close().await;
+        drop(backend);
+
+        disk.remove_ballast();
+        disk.remount();
+        let backend = open(&directory, "").await.unwrap();
+        let is_kept = all_entries(&*backend).await == entries;
+        assert!(is_kept, "entries are lost: {missing_pages} pages did not fit");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_log_that_could_not_be_copied_is_not_written_before_a_snapshot_replaces_it() {
+    let Some(disk) = SmallDisk::mount(DISK_BYTES) else {
+        eprintln!("skipped: mounting a small file system needs privileges");
+        return;
+    };
+    let directory = disk.path.join("d");
+    let (entries, log_bytes) = fill_directory(&directory).await;
+    let append = async |backend: &dyn Backend, number| {
+        backend.append(&stream("s"), &[fields(number, 10)], &Retention::KEEP_ALL).await
+    };
+
+    // Space for an entry, and not for a copy or a snapshot.
+    disk.add_ballast_except(log_bytes / 2);
+    let backend = open(&directory, "").await.unwrap();
+    assert_eq!(all_entries(&*backend).await, entries);
+    let error = append(&*backend, 1000).await.unwrap_err();
+    assert!(matches!(error, StreamError::Full { .. }), "{error}");
+    let log = directory.join("00000001.log");
+    assert_eq!(fs::metadata(&log).unwrap().len() as usize, log_bytes);
+
+    disk.remove_ballast();
+    let deadline = Instant::now() + LIMIT;
+    while let Err(error) = append(&*backend, 1001).await {
+        assert!(is_from_the_disk(&error) && Instant::now() < deadline, "{error}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(!log.exists(), "a snapshot has replaced it");
+    drop(backend);
+    let found = all_entries(&*open(&directory, "").await.unwrap()).await;
+    assert_eq!(found[..entries.len()], entries);
+    assert_eq!(number_of(&found.last().unwrap().fields), 1001);
 }

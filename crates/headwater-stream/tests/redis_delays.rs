@@ -104,6 +104,17 @@ async fn notifications_arrive_again_after_the_connection_broke() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn notifications_arrive_with_a_key_prefix() -> Result<()> {
+    let redis = Redis::start()?;
+    allow(std::slice::from_ref(&redis), "app1", "app1:")?;
+    let url = url_of_user(&redis, "app1", "app1:");
+    let (ours, theirs) = (open(&url).await?, open(&url).await?);
+    let _other = wait_for(&ours, "other");
+    until_subscribed(&redis, &[]).await?;
+    assert_notified(&ours, &theirs).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn notifications_arrive_from_every_node_of_a_cluster() -> Result<()> {
     let cluster = Cluster::start()?;
     let (ours, theirs) = (open(&cluster.url()).await?, open(&cluster.url()).await?);
@@ -127,5 +138,24 @@ async fn a_user_who_may_not_subscribe_finds_due_entries_by_polling() -> Result<(
     schedule(&theirs, "set", "to", DueTime::After(Duration::ZERO)).await?;
     assert!(waiting.await??, "it is due");
     assert_eq!(subscribers(&redis)?, [""; 0]);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_entry_whose_fields_are_lost_does_not_shorten_a_list() -> Result<()> {
+    let redis = Redis::start()?;
+    let (backend, set) = (open(&redis.url()).await?, delays("set"));
+    let item = ScheduleRequest { to: stream("to"), due: DueTime::After(TIMEOUT), fields: one() };
+    let ids = backend.schedule(&set, &vec![item; 6]).await?;
+    for lost in [ids[0], ids[2], ids[3]] {
+        let number = format!("{:020}", lost.0);
+        assert_eq!(redis.command(&["HDEL", "{set}:entries", &number])?.int(), Some(1));
+    }
+
+    // A shorter list than asked for means that the set ends.
+    let listed = backend.delayed(&set, 0, 3).await?;
+    let listed: Vec<_> = listed.into_iter().map(|entry| entry.id).collect();
+    assert_eq!(listed, [ids[1], ids[4], ids[5]]);
+    assert_eq!(backend.delayed(&set, 2, 3).await?.len(), 2);
     Ok(())
 }

@@ -52,6 +52,27 @@ async fn sentinels_can_have_credentials_of_their_own() -> Result<()> {
     Ok(())
 }
 
+/// The user exists at the Sentinels only, and its password is not that of their default user.
+#[tokio::test(flavor = "multi_thread")]
+async fn sentinels_can_have_a_user_of_their_own() -> Result<()> {
+    let sentinel = Sentinel::start_with_password("watch")?;
+    for server in sentinel.sentinels() {
+        let words = ["ACL", "SETUSER", "guard", "on", ">secret", "~*", "&*", "+@all"];
+        server.command(&words)?.ok()?;
+    }
+    let options = Options { call_deadline: Duration::from_secs(1), ..Options::default() };
+    for wrong in ["sentinel_password=secret", "sentinel_user=guard&sentinel_password=watch"] {
+        let refused = connect(&format!("{}?{wrong}", sentinel.url()), &options).await.map(drop);
+        assert!(refused.is_err(), "connected with {wrong}");
+    }
+
+    let login = "sentinel_user=guard&sentinel_password=secret";
+    let backend = open(&format!("{}?{login}", sentinel.url())).await?;
+    append(&backend, "orders", 1).await?;
+    assert_eq!(sentinel.primary().command(&["XLEN", "orders"])?.int(), Some(1));
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn sentinels_that_the_url_does_not_name_are_learned() -> Result<()> {
     let sentinel = Sentinel::start()?;
@@ -216,12 +237,18 @@ async fn replicas_of_a_cluster_are_asked_for_the_slots_when_all_primaries_are_go
 #[tokio::test(flavor = "multi_thread")]
 async fn redirections_of_a_cluster_without_a_host_lead_to_the_host_that_replied() -> Result<()> {
     let unknown = ("cluster-preferred-endpoint-type", "unknown-endpoint");
+    // The nodes know each other by 127.0.0.1, and the client reaches them by another host, as behind a NAT.
+    let both = ("bind", "127.0.0.1 127.0.0.2");
     // Since Redis 7.0.
-    let Ok(cluster) = Cluster::builder().setting(unknown.0, unknown.1).start() else {
+    let builder = Cluster::builder().setting(unknown.0, unknown.1).setting(both.0, both.1);
+    let Ok(cluster) = builder.start() else {
         println!("skipped: this server has no setting {}", unknown.0);
         return Ok(());
     };
-    let backend = open(&cluster.url()).await?;
+    // Nothing listens at the first host of the URL.
+    let port = cluster.nodes()[0].port();
+    let url = format!("redis-cluster://127.0.0.3:{port},127.0.0.2:{port}?client_name=follower");
+    let backend = open(&url).await?;
     append(&backend, "orders", 1).await?;
     let slot = cluster.slot_of("orders")?;
     let from = cluster.primary_of_slot(slot)?;
@@ -246,5 +273,14 @@ async fn redirections_of_a_cluster_without_a_host_lead_to_the_host_that_replied(
     }
     backend.append(&stream("orders"), &[numbered(3)], &KEEP).await?;
     assert_eq!(to.command(&["XLEN", "orders"])?.int(), Some(3));
+
+    // All of that went over the host that the client reached the replying node by.
+    for node in [from, to] {
+        let clients = node.command(&["CLIENT", "LIST"])?.text();
+        let mut ours = clients.lines().filter(|line| line.contains(" name=follower")).peekable();
+        assert!(ours.peek().is_some(), "{clients}");
+        let local = format!(" laddr=127.0.0.2:{} ", node.port());
+        assert!(ours.all(|line| line.contains(&local)), "{clients}");
+    }
     Ok(())
 }

@@ -287,6 +287,47 @@ async fn an_append_whose_reply_is_lost_fails_and_is_not_re_sent() -> Result<()> 
     Ok(())
 }
 
+/// The server replies to the request before one and withholds the reply to that one for longer than its deadline. Then it
+/// goes on: one call has failed, the call behind it has not, and the connection is the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_whose_reply_is_late_fails_alone() -> Result<()> {
+    // Half of it is left for each step, also on a busy machine.
+    const LATE: Duration = Duration::from_secs(16);
+    let redis = Redis::start()?;
+    let proxy = Proxy::start(redis.addr())?;
+    let options = Options { call_deadline: LATE, silence_max: LATE * 10, ..Options::default() };
+    let backend = connect(&redis.url_at(proxy.addr()), &options).await?;
+    let (late, next, topics) = (stream("late"), stream("next"), set("topics"));
+    backend.append(&late, &[numbered(0)], &Retention::KEEP_ALL).await?;
+    let connections = proxy.connections();
+
+    // Writes wait at the server, and so does what follows them on their connection.
+    redis.command(&["CLIENT", "PAUSE", "600000", "WRITE"])?.ok()?;
+    redis.pause()?;
+    let before = backend.set_members(&topics);
+    let failing = async {
+        let result = backend.append(&late, &[numbered(1)], &Retention::KEEP_ALL).await;
+        redis.command(&["CLIENT", "UNPAUSE"])?.ok()?;
+        anyhow::Ok(result)
+    };
+    let behind = async {
+        tokio::time::sleep(LATE / 2).await;
+        redis.resume()?;
+        anyhow::Ok(backend.append(&next, &[numbered(2)], &Retention::KEEP_ALL).await?)
+    };
+    // They are started in this order.
+    let (before, failed, behind) = tokio::join!(before, failing, behind);
+
+    before?;
+    let failed = failed?;
+    assert!(matches!(failed, Err(StreamError::Unavailable { .. })), "{failed:?}");
+    behind?;
+    assert_eq!(proxy.connections(), connections, "the connection was replaced");
+    assert_eq!(backend.range(&late, Range::first(10)).await?.len(), 2, "it was executed later");
+    assert_eq!(backend.range(&next, Range::first(10)).await?.len(), 1);
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_idempotent_call_whose_reply_is_lost_is_re_sent() -> Result<()> {
     let redis = Redis::start()?;

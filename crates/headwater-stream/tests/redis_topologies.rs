@@ -209,6 +209,95 @@ async fn calls_continue_when_a_paused_cluster_primary_is_replaced() -> Result<()
     Ok(())
 }
 
+/// On a busy machine a connection may take longer to open than the other servers wait for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tail_reads_from_a_cluster_server_that_accepts_connections_slowly() -> Result<()> {
+    let cluster = Cluster::builder().setting("cluster-node-timeout", "15000").start()?;
+    let backend = open(&cluster.url()).await?;
+    let streams = one_stream_per_primary(&cluster)?;
+    let slow = cluster.primary_of_slot(cluster.slot_of(streams[0].as_str())?)?;
+    let mut tail = backend.tail().await?;
+    let positions = [&streams[0], &streams[1]].map(|name| (name.clone(), EntryId::MIN));
+
+    slow.pause()?;
+    let read =
+        tokio::spawn(async move { tail.read(&positions, 10, Duration::from_secs(60)).await });
+    // The other server has replied, and the read goes on although there is no connection to this one.
+    let other = cluster.primary_of_slot(cluster.slot_of(streams[1].as_str())?)?;
+    wait_until("a blocked read", TIMEOUT, || {
+        let clients = other.command(&["CLIENT", "LIST"]).map(|list| list.text());
+        let is_blocked =
+            |client: &str| client.contains(" cmd=xread ") && client.contains(" flags=b ");
+        clients.is_ok_and(|clients| clients.lines().any(is_blocked))
+    })?;
+    slow.resume()?;
+    append(&backend, &streams[0], &numbered(1)).await?;
+
+    let read = read.await??;
+    assert_eq!((&read[0].stream, &read[0].entries[0].fields), (&streams[0], &numbered(1)));
+    Ok(())
+}
+
+/// Entries of other servers do not end the attempt to connect, and its slot has not failed.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_accepts_connections_slowly_has_not_failed_while_others_have_entries()
+-> Result<()> {
+    let cluster = Cluster::builder().setting("cluster-node-timeout", "15000").start()?;
+    let backend = open(&cluster.url()).await?;
+    let streams = &one_stream_per_primary(&cluster)?[..2];
+    for name in streams {
+        backend.ensure_group(name, &group("workers"), GroupStart::Beginning).await?;
+    }
+    let slow = cluster.primary_of_slot(cluster.slot_of(streams[0].as_str())?)?;
+    let mut reader = backend.reader(&group("workers"), &consumer("ann")).await?;
+    append(&backend, &streams[1], &numbered(1)).await?;
+
+    slow.pause()?;
+    let read = reader.read(streams, 10, Duration::from_secs(60)).await?;
+    let failures = reader.take_failures();
+    slow.resume()?;
+
+    assert_eq!((&read[0].stream, &read[0].entries[0].fields), (&streams[1], &numbered(1)));
+    // On a very busy machine the attempt itself may have ended.
+    let is_attempt = |error: &StreamError| error.to_string().contains("cannot connect");
+    assert!(failures.iter().all(|failure| is_attempt(&failure.error)), "{failures:?}");
+    append(&backend, &streams[0], &numbered(2)).await?;
+    read_until(&mut *reader, streams, &numbered(2)).await
+}
+
+/// A connection that is blocked with the reply of an earlier read does not wait for a server that begins to hang.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_begins_to_hang_does_not_stop_the_streams_of_others() -> Result<()> {
+    let cluster = Cluster::builder().setting("cluster-node-timeout", "60000").start()?;
+    // A call may take longer than the servers wait for each other.
+    let options = Options { call_deadline: Duration::from_secs(60), ..Default::default() };
+    let backend = connect(&cluster.url(), &options).await?;
+    let streams = &one_stream_per_primary(&cluster)?[..2];
+    for name in streams {
+        backend.ensure_group(name, &group("workers"), GroupStart::Beginning).await?;
+    }
+    let mut reader = backend.reader(&group("workers"), &consumer("ann")).await?;
+    assert_eq!(reader.read(streams, 10, Duration::from_millis(50)).await?, []);
+    let (writer, second) = (Arc::clone(&backend), streams[1].clone());
+    let writing = tokio::spawn(async move {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        append(&writer, &second, &numbered(1)).await
+    });
+    // Ends with the entry of the second stream. The read of the first one stays blocked.
+    read_until(&mut *reader, streams, &numbered(1)).await?;
+    writing.await??;
+
+    let hung = cluster.primary_of_slot(cluster.slot_of(streams[1].as_str())?)?;
+    hung.pause()?;
+    append(&backend, &streams[0], &numbered(2)).await?;
+    let read = tokio::time::timeout(Duration::from_secs(30), async {
+        read_until(&mut *reader, streams, &numbered(2)).await
+    })
+    .await;
+    hung.resume()?;
+    read.context("the stream of the other server waits for the one that hangs")?
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_leases_are_reported_by_every_primary() -> Result<()> {
     let cluster = Cluster::start()?;

@@ -31,6 +31,9 @@ const SCRIPT_LIMIT: Duration = Duration::from_secs(120);
 const AXE_TAGS: [&str; 6] =
     ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"];
 
+/// Those of them that depend on colors.
+const AXE_COLOR_RULES: [&str; 2] = ["color-contrast", "link-in-text-block"];
+
 /// Whether pages may run scripts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BrowserScripts {
@@ -139,13 +142,21 @@ impl Browser {
 
     /// Violations of WCAG 2.2 AA, and of what axe-core calls best practice, on this page. Needs scripts.
     pub async fn accessibility_violations(&self) -> Result<Vec<String>> {
+        self.run_axe(json!({"type": "tag", "values": AXE_TAGS})).await
+    }
+
+    /// Those of the rules that depend on colors: a page that is checked in one color scheme needs only these in the other.
+    pub async fn contrast_violations(&self) -> Result<Vec<String>> {
+        self.run_axe(json!({"type": "rule", "values": AXE_COLOR_RULES})).await
+    }
+
+    async fn run_axe(&self, run_only: Value) -> Result<Vec<String>> {
         if self.driver.execute("return typeof axe === 'object'").await? == false {
             let source = NpmFile::AxeCore.read()?;
             // As a global name: the code of `execute` is a function of its own.
             let source = format!("{source}; window.axe = axe;");
             self.driver.execute(&source).await?;
         }
-        let run_only = json!({"type": "tag", "values": AXE_TAGS});
         let script = "const done = arguments[1]; axe.run(document, {runOnly: arguments[0], resultTypes: ['violations']})
             .then(found => done(found.violations.flatMap(rule => rule.nodes.map(node =>
                 `${rule.id}: ${node.target.join(' ')}: ${node.failureSummary}`))), error => done([String(error)]));";

@@ -48,7 +48,7 @@ mod browser;
 
 #[cfg(feature = "browser")]
 pub use browser::{Browser, BrowserScripts};
-pub use chaos_report::ChaosCounts;
+pub use chaos_report::{ChaosCounts, chaos_is_over};
 pub use child::Child;
 pub use cluster::{Cluster, ClusterBuilder};
 pub use npm_files::NpmFile;

@@ -83,10 +83,19 @@ impl WebDriver {
         Ok(WebElement { driver: self.clone(), id })
     }
 
+    /// All elements that this CSS selector matches.
+    pub async fn find_all(&self, css: &str) -> Result<Vec<WebElement>> {
+        let found = self.post("elements", json!({"using": "css selector", "value": css})).await?;
+        let elements = found.as_array().context("elements")?.iter().map(|element| {
+            let id = element[ELEMENT].as_str().context("an element")?.to_owned();
+            Ok(WebElement { driver: self.clone(), id })
+        });
+        elements.collect()
+    }
+
     /// How many elements this CSS selector matches.
     pub async fn count(&self, css: &str) -> Result<usize> {
-        let found = self.post("elements", json!({"using": "css selector", "value": css})).await?;
-        Ok(found.as_array().context("elements")?.len())
+        Ok(self.find_all(css).await?.len())
     }
 
     /// Runs the body of a function in the page and returns what it returns.

@@ -123,7 +123,34 @@ async fn every_change_is_in_the_audit_log_with_who_what_and_when() -> Result<()>
     let (_, second) =
         ask(&server, "GET", &format!("/api/v1/audit?limit=1&cursor={cursor}"), Some(ADMIN)).await?;
     assert_eq!(second["entries"][0], entries[1]);
-    for wrong in ["limit=0", "limit=501", "limit=x", "cursor=x", "cursro=1"] {
+    assert!(first.get("searched").is_none(), "without a filter nothing is searched");
+
+    // By caller, path and time; the answer says how many entries were searched.
+    for (filter, found) in [
+        ("caller=writer", vec![&entries[1]]),
+        ("path=ISSUES%2F7%2Frel", vec![&entries[0]]),
+        ("caller=boss&path=retry", vec![]),
+        ("caller=&path=&from=2026-01-01T00:00:00Z", vec![&entries[0], &entries[1]]),
+        ("from=9999-01-01T00:00:00Z", vec![]),
+    ] {
+        let path = format!("/api/v1/audit?{filter}");
+        let (status, page) = ask(&server, "GET", &path, Some(ADMIN)).await?;
+        assert_eq!(status, 200, "{filter}: {page}");
+        let searched = if filter.starts_with("from=9999") { 0 } else { 2 };
+        assert_eq!((&page["searched"], &page["next_cursor"]), (&json!(searched), &Value::Null));
+        let listed: Vec<_> = page["entries"].as_array().context("entries")?.iter().collect();
+        assert_eq!(listed, found, "{filter}");
+    }
+    for wrong in [
+        "limit=0",
+        "limit=501",
+        "limit=x",
+        "cursor=x",
+        "cursro=1",
+        "from=x",
+        "caller=%00",
+        "path=a%00",
+    ] {
         let (status, answer) =
             ask(&server, "GET", &format!("/api/v1/audit?{wrong}"), Some(ADMIN)).await?;
         assert_eq!((status, answer["error"]["code"].as_str()), (400, Some("invalid")), "{wrong}");
@@ -348,6 +375,35 @@ async fn without_tokens_nobody_behind_a_proxy_is_an_admin() -> Result<()> {
     let probe =
         server.client.get(server.url("/health/live")).header("Via", "1.1 proxy").send().await?;
     assert_eq!(probe.status(), 200, "probes come through proxies");
+    Ok(())
+}
+
+/// Older versions of nginx send HTTP/1.0 to the server behind them, with its address as `Host` and no header of their own.
+#[tokio::test]
+async fn without_tokens_requests_in_http_1_0_are_rejected_and_probes_are_not() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+    let get = async |path: &str, version: &str| -> Result<(String, String)> {
+        let address = server.address;
+        let request =
+            format!("GET {path} HTTP/{version}\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+        let answer = raw(&server, request.as_bytes()).await?;
+        let status = answer.split(' ').nth(1).unwrap_or_default().to_owned();
+        Ok((status, answer))
+    };
+    for path in ["/api/v1/issues", "/metrics", "/console/topics"] {
+        let (status, answer) = get(path, "1.0").await?;
+        assert_eq!(status, "403", "{path}: {answer}");
+        let (status, answer) = get(path, "1.1").await?;
+        assert_eq!(status, "200", "{path}: {answer}");
+    }
+    let (_, answer) = get("/api/v1/issues", "1.0").await?;
+    assert!(answer.contains("proxied") && answer.contains("HTTP/1.0"), "{answer}");
+    for path in ["/health", "/health/live", "/health/ready"] {
+        let (status, answer) = get(path, "1.0").await?;
+        assert_eq!(status, "200", "probes of load balancers may use HTTP/1.0: {path}: {answer}");
+    }
     Ok(())
 }
 

@@ -370,3 +370,59 @@ async fn an_empty_path_disables_analytics() {
     assert!(output.contains("`analytics.path` is empty"), "{output}");
     assert!(!setup.place.path().join("headwater-data/analytics.duckdb").exists());
 }
+
+#[tokio::test]
+async fn a_query_is_cancelled_after_the_time_of_the_setting() {
+    let setup = Setup::embedded();
+    let timeout = ["--analytics-query-timeout", "1s"];
+    let endless = "SELECT sum(a.range * b.range) FROM range(1000000000) a, range(1000000000) b";
+    let mut server = setup.serve(&timeout);
+    server
+        .until("/health/ready", |_, body| body["analytics"]["state"] == "ingesting")
+        .await
+        .unwrap();
+    let named = "after 1 s (`analytics.query_timeout`)";
+    let output = setup.run_failing(&["sql", endless], &["--url", &server.url("")], 1);
+    assert!(output.contains(named), "{output}");
+    assert!(server.stop().unwrap().success());
+    let output = setup.run_failing(&["sql", endless], &timeout, 1);
+    assert!(output.contains(named), "{output}");
+}
+
+#[tokio::test]
+async fn a_query_result_is_returned_as_csv_and_drawn_if_it_has_a_label_and_numbers() {
+    let setup = Setup::embedded();
+    let server = setup.serve(&[]);
+    server
+        .until("/health/ready", |_, body| body["analytics"]["state"] == "ingesting")
+        .await
+        .unwrap();
+    let drawn = "query=SELECT%20%27ann%27%20AS%20who%2C%205%20AS%20n%20UNION%20ALL%20SELECT%20%27bob%2C%20b%27%2C%202%20ORDER%20BY%20who";
+    let plain = "query=SELECT%201%20AS%20n";
+    let get = async |path: &str| {
+        let response = server.client.get(server.url(path)).send().await.unwrap();
+        let kind = response.headers()["content-type"].to_str().unwrap().to_owned();
+        (response.status().as_u16(), kind, response.text().await.unwrap())
+    };
+    for (query, has_chart) in [(drawn, true), (plain, false)] {
+        let (_, table) = server.get(&format!("/api/v1/sql?{query}")).await.unwrap();
+        assert_eq!(table["has_chart"], has_chart, "{table}");
+        assert_eq!(table, server.get(&format!("/api/v1/sql?{query}&format=json")).await.unwrap().1);
+    }
+    for path in ["/api/v1", "/console"] {
+        let (status, kind, csv) = get(&format!("{path}/sql?{drawn}&format=csv")).await;
+        assert_eq!((status, &*kind), (200, "text/csv; charset=utf-8"));
+        assert_eq!(csv, "who,n\nann,5\n\"bob, b\",2\n");
+        let (status, kind, svg) = get(&format!("{path}/sql?{drawn}&format=svg")).await;
+        assert_eq!((status, &*kind), (200, "image/svg+xml"));
+        assert!(svg.starts_with("<svg ") && svg.contains("<title>n by who</title>"), "{svg}");
+        assert_eq!(get(&format!("{path}/sql?{plain}&format=svg")).await.0, 400);
+    }
+    assert_eq!(get(&format!("/api/v1/sql?{plain}&format=pie")).await.0, 400);
+
+    let (_, _, page) = get(&format!("/console/sql?{drawn}")).await;
+    assert!(page.contains("Download CSV") && page.contains("&amp;format=csv"), "{page}");
+    assert!(page.contains("&amp;format=svg") && page.contains("class=\"chart\""), "{page}");
+    let (_, _, page) = get(&format!("/console/sql?{plain}")).await;
+    assert!(page.contains("Download CSV") && !page.contains("format=svg"), "{page}");
+}

@@ -29,6 +29,17 @@ async fn without_analytics_the_rest_works_and_errors_explain_how_to_enable_it() 
     assert_eq!(ready["analytics"], json!({"state": "not_built_in"}), "{ready}");
     let (status, body) = server.get("/api/v1/reports/tickets-per-day").await.unwrap();
     assert_eq!((status, &body["error"]["code"]), (501, &json!("no_analytics")), "{body}");
+    // The screens say it, too.
+    for path in ["/console/reports/tickets-per-day", "/console/sql?query=SELECT%201"] {
+        let response = server.client.get(server.url(path)).send().await.unwrap();
+        assert_eq!(response.status(), 200, "{path}");
+        let page = response.text().await.unwrap();
+        assert!(page.contains("was built without analytics"), "{path}: {page}");
+        assert!(
+            page.contains("--features analytics") && page.contains("</main>"),
+            "{path}: {page}"
+        );
+    }
     let url = server.url("");
     let output = place.run(&["sql", "SELECT 1", "--url", &url]).unwrap();
     assert_eq!(output.status.code(), Some(1));

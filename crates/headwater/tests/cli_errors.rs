@@ -52,6 +52,7 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("group describe", Streams, &["orders", "g"]),
     ("group why", Streams, &["orders", "g"]),
     ("group owners", Streams, &[]),
+    ("group moves", ServerOrFile, &[]),
     ("group reset", Streams, &["orders", "g", "--to", "end", "--yes"]),
     ("group delete", Streams, &["orders", "g", "--yes"]),
     ("pending", Streams, &["orders", "--group", "g"]),
@@ -116,6 +117,7 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("session export", Both, &["s"]),
     ("session import", Both, &["s"]),
     ("outbox list", Database, &[]),
+    ("outbox show", Database, &["1"]),
     ("outbox why", Database, &["1"]),
     ("outbox retry", Database, &["1"]),
     ("webhook list", ServerOrFile, &[]),
@@ -132,6 +134,7 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("failure list", Both, &[]),
     ("failure show", Both, &["3f2a51c09d7e8b64"]),
     ("process list", Database, &[]),
+    ("process settings", ServerOrFile, &[]),
     ("me", Database, &[]),
     ("completion", Nothing, &["bash"]),
 ];

@@ -104,6 +104,8 @@ impl ClockScenario {
             ["--model-name", "m"],
         ];
         let server = dir.serve(&arguments.concat())?;
+        // Before the first heartbeat of its worker it is not.
+        server.until("/health/ready", |status, _| status == 200).await?;
         let (offset, _dir, _postgres) = (0, dir, postgres);
         Ok(Self { clock, offset, step, server, model, hub, _dir, _postgres })
     }

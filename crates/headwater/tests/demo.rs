@@ -40,8 +40,9 @@ async fn after_the_demo_it_serves_until_it_is_stopped() -> Result<()> {
     let mut server = dir.serve(&["--demo", "--log-level", "info"])?;
     // Every list of the console has something to show.
     for (path, list, count) in [
-        ("/api/v1/issues", "issues", 7),
-        ("/api/v1/tickets", "tickets", 4),
+        ("/api/v1/issues", "issues", 8),
+        ("/api/v1/tickets", "tickets", 5),
+        ("/api/v1/tickets?handed_over=true", "tickets", 1),
         ("/api/v1/sessions", "sessions", 1),
         ("/api/v1/topics", "topics", 1),
         ("/api/v1/topics/orders/messages", "messages", 24),
@@ -69,6 +70,10 @@ async fn after_the_demo_it_serves_until_it_is_stopped() -> Result<()> {
     let plan = |_: u16, plan: &serde_json::Value| plan["state"] == "done";
     let plan = server.until("/api/v1/plans/1", plan).await?;
     assert_eq!((&plan["settled"], &plan["failed"]), (&7.into(), &0.into()), "{plan}");
+    // The last step says where the console is.
+    let console = server.url("/console");
+    let serving = server.printed_line("serving ")?;
+    assert!(serving.contains(&format!("web console at {console};")), "{serving}");
     assert_eq!(server.get("/health/live").await?.0, 200);
     assert!(server.stop()?.success(), "{}", server.log());
     Ok(())

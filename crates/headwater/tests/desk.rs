@@ -408,7 +408,8 @@ async fn invalid_tool_calls_are_reported_to_the_model_and_have_no_effect() {
         call("close_ticket", "not json"),
         call("close_ticket", r#"{"reason":"x","ticket_id":"another"}"#),
         call("search_tickets", "[]"),
-        // The tool rounds are used up: it has to answer, and does not.
+        // The tool rounds are used up: it has to answer, and does not, also when it is told so.
+        call("close_ticket", r#"{"reason":"x"}"#),
         call("close_ticket", r#"{"reason":"x"}"#),
     ])))
     .await;

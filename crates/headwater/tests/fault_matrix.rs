@@ -16,7 +16,7 @@ use std::time::Duration;
 use axum::http::{HeaderMap, StatusCode};
 use axum::routing::post;
 use axum::{Json, Router};
-use headwater_testkit::{Cluster, Database, Postgres, Proxy, Redis};
+use headwater_testkit::{ChaosCounts, Cluster, Database, Postgres, Proxy, Redis};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::sender::{STANDARD_SECRET, now, send, standard};
@@ -600,6 +600,12 @@ async fn matrix_row(fault: Fault) {
     eventually("the answer to the last event", || system.answers("after") > 0).await.unwrap();
     eventually("the last message", || system.has_handled("after")).await.unwrap();
     system.assert_answered_once(fault);
+    // Three events and five messages, but for those that were rejected during the fault.
+    let sent = 6 + u64::from(is_confirmed) + u64::from(is_sent);
+    let repeated = |id| system.answers(id).saturating_sub(1) as u64;
+    let doubled = ["before", "during", "after"].map(repeated).iter().sum();
+    let counts = ChaosCounts { sent, handled: sent, doubled, ..Default::default() };
+    counts.report(name).unwrap();
 }
 
 macro_rules! rows {

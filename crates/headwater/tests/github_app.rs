@@ -17,6 +17,8 @@ use headwater_stream::clock::{Clock, SystemClock};
 use serde_json::{Value, json};
 
 use crate::support::sender::{SECRET, github, github_issues, now, send};
+use crate::support::tool_desk::{decide, planned};
+use crate::support::tool_service::{CallPlan, ToolModel, ToolService};
 use crate::support::{Server, ServerDir, eventually, text};
 
 const APP: &str = "123456";
@@ -179,7 +181,16 @@ fn serve(place: &ServerDir) -> Result<Server> {
 
 /// Sends an issue whose webhook comes from this installation.
 async fn ask(server: &Server, number: u64, installation: Option<u64>) -> Result<()> {
-    let mut body = github_issues("opened", number, "Where is it?");
+    ask_about(server, number, "Where is it?", installation).await
+}
+
+async fn ask_about(
+    server: &Server,
+    number: u64,
+    about: &str,
+    installation: Option<u64>,
+) -> Result<()> {
+    let mut body = github_issues("opened", number, about);
     if let Some(id) = installation {
         body["installation"] = json!({ "id": id });
     }
@@ -254,6 +265,42 @@ async fn replies_are_held_until_github_gives_a_token() -> Result<()> {
     let why = "/api/v1/issues/2/why";
     let waits = |_: u16, why: &Value| why.to_string().contains("installation_id");
     server.until(why, waits).await?;
+    Ok(())
+}
+
+const APPROVALS: &[CallPlan] = &[
+    ("order-1", &[("refund", r#"{"order": "order-1"}"#)]),
+    ("order-2", &[("refund", r#"{"order": "order-2"}"#)]),
+];
+
+/// The newest event is the decision, which names no installation.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_answer_after_a_decision_about_tool_calls_is_posted() -> Result<()> {
+    let (fake, url) = FakeGithub::start().await?;
+    let (_, model_url) = ToolModel::start(APPROVALS).await?;
+    let (service, service_url) = ToolService::start().await?;
+    let tool = format!(
+        "[[tool]]\nname = \"refund\"\ndescription = \"Refunds an order.\"\nmethod = \"POST\"\napproval = true\n\
+         url = \"{service_url}/refunds\"\n\
+         parameters = {{ type = \"object\", properties = {{ order = {{ type = \"string\" }} }} }}\n"
+    );
+    let place = place(&url, &fake.key.pem()?, &tool)?;
+    let place = place.variable("HEADWATER_MODEL_URL", &model_url);
+    let place = place.variable("HEADWATER_MODEL_NAME", "m");
+    let server = serve(&place)?;
+    for (issue, verb) in [(1, "approve"), (2, "reject")] {
+        ask_about(&server, issue, &format!("Refund order-{issue}"), Some(INSTALLATION)).await?;
+        let draft = planned(&server, i64::try_from(issue)?).await?;
+        assert_eq!(decide(&server, &draft, verb, json!({})).await?.0, 200);
+        let count = usize::try_from(issue)?;
+        let posted = eventually("the comment", || fake.comments() == count).await;
+        posted.with_context(|| server.log())?;
+    }
+    let comments = fake.state().comments.clone();
+    assert!(comments[0].1.contains("refunded"), "{comments:?}");
+    assert!(comments[1].1.contains("a person rejected this call"), "{comments:?}");
+    let calls = [service.requests("order-1").len(), service.requests("order-2").len()];
+    assert_eq!((calls, fake.state().asked.as_slice()), ([1, 0], &[INSTALLATION][..]));
     Ok(())
 }
 

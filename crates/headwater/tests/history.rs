@@ -2,11 +2,12 @@
 
 mod support;
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use headwater_testkit::{Postgres, Redis};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::desk::{answered, open};
 use crate::support::{LIMIT, Server, ServerDir, text};
@@ -61,6 +62,138 @@ async fn a_sample_shows_what_happened_and_the_minute_of_a_stopped_process_is_sto
         ensure!(Instant::now() < deadline, "{history}");
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
+}
+
+const BILLING: &str = "/api/v1/topics/orders/groups/billing";
+
+/// Pulls at most one message from `orders` at this server.
+async fn pull(server: &Server, wait_ms: u64) -> Result<Option<Value>> {
+    let wanted = json!({"max": 1, "wait_ms": wait_ms, "lease_ms": 60_000});
+    let (status, pulled) = server.post(&format!("{BILLING}/pull"), &wanted).await?;
+    ensure!(status == 200, "{pulled}");
+    Ok(pulled["messages"].get(0).cloned())
+}
+
+/// Pulls from `orders` at this server until it got a message, and settles it.
+async fn settle_one(server: &Server) -> Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        if let Some(message) = pull(server, 2000).await? {
+            let done = json!({"settlements": [{"lease": message["lease"], "outcome": "done"}]});
+            ensure!(server.post(&format!("{BILLING}/settle"), &done).await?.0 == 200);
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "no message: {}", server.log());
+    }
+}
+
+async fn send(server: &Server, count: usize) -> Result<()> {
+    let messages: Vec<Value> =
+        (0..count).map(|n| json!({"key": n.to_string(), "payload": "x"})).collect();
+    let body = json!({"messages": messages});
+    let (status, sent) = server.post("/api/v1/topics/orders/messages", &body).await?;
+    ensure!(status == 201, "{sent}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn topics_have_rates_and_lag_and_partitions_that_move_are_noticed() -> Result<()> {
+    let redis = Redis::start()?;
+    let dir = ServerDir::new()?;
+    let first = dir.serve(&["--stream-url", &redis.url()])?;
+    // A topic that exists at the first measurement has messages from unknown times.
+    let moves = "/api/v1/assignment/moves?topic=orders";
+    first.until(moves, |_, page| page["since"].is_string()).await?;
+    let topic = json!({"name": "orders", "partitions": 4});
+    ensure!(first.post("/api/v1/topics", &topic).await?.0 == 201);
+    ensure!(pull(&first, 0).await?.is_none());
+    let of_topic = "/api/v1/history?topic=orders&step=10s";
+    let has_group = |_: u16, history: &Value| {
+        let mut series = history["series"].as_array().into_iter().flatten();
+        series.any(|one| one["name"] == "lag:billing")
+    };
+    first.until(of_topic, has_group).await?;
+    send(&first, 40).await?;
+    settle_one(&first).await?;
+
+    let is_measured =
+        |_: u16, history: &Value| sum(history, "added") == 40 && sum(history, "settled") == 1;
+    let history = first.until(of_topic, is_measured).await?;
+    let names: Vec<_> = history["series"].as_array().context("series")?.iter().collect();
+    ensure!(names.len() == 3 && names[2]["name"] == "lag:billing", "{history}");
+    let point = history["points"].as_array().and_then(|points| points.last()).context("a point")?;
+    ensure!(point["values"]["lag:billing"].as_u64() >= Some(1), "{history}");
+    ensure!(history["scope"] == "process" && history["problem"].is_null(), "{history}");
+    let path = format!("{of_topic}&group=billing");
+    let (_, of_group) = first.get(&path).await?;
+    ensure!(sum(&of_group, "settled") == 1, "{of_group}");
+    let (_, unknown) = first.get("/api/v1/history?topic=none").await?;
+    ensure!(unknown["problem"].is_string() && unknown["points"] == json!([]), "{unknown}");
+    for query in ["topic=orders&series=events", "group=billing"] {
+        let (status, refused) = first.get(&format!("/api/v1/history?{query}")).await?;
+        ensure!(status == 400, "{query}: {refused}");
+    }
+    let (_, group) = first.get("/api/v1/topics/orders/groups/billing").await?;
+    let pending: u64 = group["pending"].as_u64().context("a number")?;
+    let partitions = group["partitions"].as_array().context("partitions")?;
+    let oldest = partitions.iter().filter(|one| one["oldest_pending"]["age_ms"].is_u64());
+    ensure!((oldest.count() > 0) == (pending > 0), "{group}");
+
+    // A consumer gets all partitions, and another one takes some of them over.
+    let consume = ["consume", "orders", "--group", "shipping", "--stream-url", &*redis.url()];
+    let _one = dir.start_soon(&consume)?;
+    let of_shipping = |page: &Value| -> Vec<Value> {
+        let moves = page["moves"].as_array().into_iter().flatten();
+        moves.filter(|one| one["group"] == "shipping").cloned().collect()
+    };
+    let is_first = |_: u16, page: &Value| {
+        of_shipping(page).iter().filter(|one| one["from"].is_null()).count() == 4
+    };
+    first.until(moves, is_first).await?;
+    let _other = dir.start_soon(&consume)?;
+    // Of each partition, the newest move says who owns it. Beside these there may be moves after a lease was lost.
+    let took_over = |_: u16, page: &Value| {
+        let (mut owners, mut counts) = (BTreeMap::new(), BTreeMap::<String, usize>::new());
+        for one in of_shipping(page) {
+            owners.entry(one["partition"].to_string()).or_insert_with(|| one["to"].to_string());
+        }
+        owners.into_values().for_each(|owner| *counts.entry(owner).or_default() += 1);
+        counts.into_values().eq([2, 2])
+    };
+    let moved = first.until(moves, took_over).await?;
+    ensure!(moved["complete"] == true && moved["since"].is_string(), "{moved}");
+    let (_, none) = first.get("/api/v1/assignment/moves?group=other").await?;
+    ensure!(none["moves"] == json!([]), "{none}");
+    let is_marked = |_: u16, history: &Value| {
+        let mut marks = history["marks"].as_array().into_iter().flatten();
+        marks.any(|mark| mark["kind"] == "rebalance" && mark["group"] == "shipping")
+    };
+    first.until("/api/v1/history?step=10s", is_marked).await?;
+
+    // The commands say the same.
+    let url = first.url("");
+    let run = |words: &[&str]| -> Result<String> {
+        let output = dir.run(&[words, &["--url", &url]].concat())?;
+        ensure!(output.status.success(), "{words:?}: {}", text(&output.stderr));
+        Ok(text(&output.stdout))
+    };
+    let table = run(&["history", "--topic", "orders"])?;
+    ensure!(table.contains("in group shipping of topic orders"), "{table}");
+    let table = run(&["history", "--topic", "orders", "--group", "billing", "--step", "10s"])?;
+    ensure!(table.contains("SETTLED") && table.contains("PENDING"), "{table}");
+    let table = run(&["group", "moves", "orders", "--group", "shipping"])?;
+    ensure!(table.contains("EPOCH") && table.contains("shipping"), "{table}");
+    let list = run(&["topic", "list", "--rates"])?;
+    ensure!(list.contains("SETTLED/S") && list.contains("orders"), "{list}");
+    for words in
+        [&["group", "moves"][..], &["topic", "list", "--rates"], &["history", "--topic", "orders"]]
+    {
+        let output = dir.run(words)?;
+        ensure!(output.status.code() == Some(2), "{words:?}: {}", text(&output.stderr));
+    }
+    let owners = run(&["group", "owners", "orders"])?;
+    ensure!(!owners.contains("nobody"), "{owners}");
+    Ok(())
 }
 
 /// Rows of another process in the last minutes: events 5, a gap, and events 7 with a start.

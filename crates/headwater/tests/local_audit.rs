@@ -14,6 +14,7 @@ fn stream_changes_are_recorded(cli: &CliFixture) {
     let words = ["consume", "orders", "--group", "g", "--count", "1", "--timeout", "90s"];
     assert_eq!(cli.json(&words).len(), 1);
     cli.json(&["topic", "list"]);
+    cli.json(&["topic", "grow", "orders", "--partitions", "3", "--dry-run"]);
     cli.fails(&["group", "delete", "orders", "nobody", "--yes"], 1);
     cli.json(&["group", "delete", "orders", "g", "--yes"]);
 
@@ -25,8 +26,14 @@ fn stream_changes_are_recorded(cli: &CliFixture) {
     };
     assert_eq!(of(""), [(json!("POST"), json!(201))], "{log:?}");
     assert_eq!(of("/orders/messages"), [], "moving messages is no change of the configuration");
+    assert_eq!(of("/orders/grow"), [], "a dry run changes nothing");
     assert_eq!(of("/orders/groups/nobody"), [(json!("DELETE"), json!(404))]);
     assert_eq!(of("/orders/groups/g"), [(json!("DELETE"), json!(200))]);
+    let find = |words: &[&str]| cli.json(&[&["audit", "log"], words].concat()).len();
+    assert_eq!(find(&["--path", "Orders/groups/", "--from", "1d"]), 2, "{log:?}");
+    assert_eq!(find(&["--path", "orders", "--caller", "nobody"]), 0, "{log:?}");
+    let caller = log[0]["caller"].as_str().unwrap();
+    assert_eq!(find(&["--caller", caller]), log.len(), "{log:?}");
     assert!(
         log.iter().all(|entry| entry["method"] != "GET" && entry["role"] == "admin"),
         "{log:?}"

@@ -6,7 +6,7 @@ mod support;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use async_trait::async_trait;
@@ -14,10 +14,10 @@ use headwater::outbound::notifications::{
     NotificationConfig, NotificationForwarder, NotificationSink, TicketNotification,
 };
 use headwater::outbound::sign;
-use headwater::tickets::TicketEventType;
-use headwater_issue::DeliverError;
+use headwater::tickets::{NewTicket, TicketEventType, Tickets};
+use headwater_issue::{DebounceWindow, DeliverError, Nudger, StoreOptions};
 use headwater_queue::Queue;
-use headwater_stream::{Fields, GroupStart, Range, Retention, StreamName};
+use headwater_stream::{Backend, Fields, GroupStart, Range, Retention, SetName, StreamName};
 use headwater_testkit::{Proxy, Redis, RedisReply};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
@@ -25,7 +25,7 @@ use uuid::Uuid;
 
 use crate::support::desk::{answered, open};
 use crate::support::receivers::{Accepted, Fault, Receiver};
-use crate::support::{Server, ServerDir, eventually, text};
+use crate::support::{LIMIT, Server, ServerDir, eventually, text};
 
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
@@ -377,5 +377,136 @@ async fn an_event_that_is_denied_while_others_are_accepted_becomes_a_dead_letter
     shutdown.cancel();
     running.await?;
     assert_eq!(sink.calls().iter().filter(|(content, _)| content == "fine").count(), 3);
+    Ok(())
+}
+
+/// A ticket whose mark cannot be read: another type of value has its key, as if its shard did not answer.
+async fn hide_mark(streams: &dyn Backend, ticket: Uuid) -> Result<StreamName> {
+    let key = StreamName::new(format!("processed_messages:{ticket}"))?;
+    streams.append(&key, &[Fields::new([("x", "x")])], &Retention::KEEP_ALL).await?;
+    Ok(key)
+}
+
+async fn mark(streams: &dyn Backend, ticket: Uuid) -> Result<()> {
+    let key = SetName::new(format!("processed_messages:{ticket}"))?;
+    streams.set_add(&key, &["erased"], None).await?;
+    Ok(())
+}
+
+async fn append(streams: &dyn Backend, ticket: Uuid, content: &str) -> Result<()> {
+    let event = json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "message_id": Uuid::new_v4(), "content": content});
+    let fields = Fields::new([("data", event.to_string())]);
+    streams.append(&StreamName::new("ticket_events")?, &[fields], &Retention::KEEP_ALL).await?;
+    Ok(())
+}
+
+async fn pending_of_chat(queue: &Queue) -> Result<(u64, Option<u64>)> {
+    let groups = queue.inspect().groups("ticket_events").await?;
+    let group = groups.into_iter().find(|group| group.group == "notification:chat");
+    Ok(group.map(|group| (group.pending, group.lag)).unwrap_or_default())
+}
+
+/// Runs a forwarder until `check` is done.
+async fn while_forwarding(
+    queue: &Queue,
+    sink: &ScriptedSink,
+    tickets: Option<Tickets>,
+    check: impl Future<Output = Result<()>>,
+) -> Result<()> {
+    let shutdown = CancellationToken::new();
+    let config =
+        NotificationConfig { start: GroupStart::Beginning, ..NotificationConfig::new("chat") };
+    let forwarder = NotificationForwarder::new(config, Arc::new(sink.clone()), shutdown.clone());
+    let mut forwarder = forwarder.map_err(anyhow::Error::msg)?;
+    if let Some(tickets) = tickets {
+        forwarder = forwarder.with_tickets(tickets);
+    }
+    let running = {
+        let queue = queue.clone();
+        tokio::spawn(async move { forwarder.run(&queue).await })
+    };
+    let checked = check.await;
+    shutdown.cancel();
+    running.await?;
+    checked
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tickets_whose_mark_cannot_be_read_do_not_keep_others_waiting() -> Result<()> {
+    let streams = headwater_stream::connect("embedded:memory", &Default::default()).await?;
+    let queue = Queue::new(Arc::clone(&streams));
+    // More than are sent concurrently, and read ahead.
+    let mut hidden = Vec::new();
+    for _ in 0..30 {
+        let ticket = Uuid::new_v4();
+        hidden.push(hide_mark(&*streams, ticket).await?);
+        append(&*streams, ticket, "hidden").await?;
+    }
+    for _ in 0..20 {
+        append(&*streams, Uuid::new_v4(), "fine").await?;
+    }
+    let sink = ScriptedSink::default();
+    let count = |content: &str| sink.calls().iter().filter(|(one, _)| one == content).count();
+    while_forwarding(&queue, &sink, None, async {
+        eventually("those of other tickets", || count("fine") == 20).await?;
+        assert_eq!(count("hidden"), 0, "it is unknown whether their tickets were erased");
+        // The last ones are settled after the receiver has accepted them.
+        let deadline = Instant::now() + LIMIT;
+        while pending_of_chat(&queue).await?.0 != 30 {
+            ensure!(Instant::now() < deadline, "{:?}", pending_of_chat(&queue).await?);
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        // The shard answers again.
+        for key in &hidden {
+            streams.delete_stream(key).await?;
+        }
+        eventually("all", || count("hidden") == 30).await
+    })
+    .await?;
+    assert_eq!((sink.calls().len(), pending_of_chat(&queue).await?), (50, (0, Some(0))));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_database_decides_about_a_ticket_that_is_marked_or_whose_mark_cannot_be_read()
+-> Result<()> {
+    let streams = headwater_stream::connect("embedded:memory", &Default::default()).await?;
+    let queue = Queue::new(Arc::clone(&streams));
+    let directory = tempfile::tempdir()?;
+    let url = format!("sqlite:{}", directory.path().join("tickets.db").display());
+    let store = headwater_issue::connect(&url, &StoreOptions::default()).await?;
+    let nudger = Nudger::new(Arc::clone(&streams));
+    let tickets = Tickets::open(store, nudger, DebounceWindow::default()).await?;
+    let mut existing = Vec::new();
+    for _ in 0..2 {
+        let new = NewTicket { title: "t".into(), content: "c".into(), ..NewTicket::default() };
+        existing.push(tickets.create(new).await?.ticket_id);
+    }
+    // An erasure of it failed, or was interrupted.
+    mark(&*streams, existing[0]).await?;
+    append(&*streams, existing[0], "stays").await?;
+    hide_mark(&*streams, existing[1]).await?;
+    append(&*streams, existing[1], "exists").await?;
+    let (erased, unknown) = (Uuid::new_v4(), Uuid::new_v4());
+    mark(&*streams, erased).await?;
+    append(&*streams, erased, "erased").await?;
+    hide_mark(&*streams, unknown).await?;
+    append(&*streams, unknown, "unknown").await?;
+    append(&*streams, Uuid::new_v4(), "not imported").await?;
+
+    let sink = ScriptedSink::default();
+    while_forwarding(&queue, &sink, Some(tickets), async {
+        eventually("three", || sink.calls().len() == 3).await?;
+        let deadline = Instant::now() + LIMIT;
+        // All are read, and only the one that may have been erased waits.
+        while pending_of_chat(&queue).await? != (1, Some(0)) {
+            ensure!(Instant::now() < deadline, "{:?}", pending_of_chat(&queue).await?);
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        Ok(())
+    })
+    .await?;
+    let sent: BTreeSet<String> = sink.calls().into_iter().map(|(content, _)| content).collect();
+    assert!(sent.iter().eq(["exists", "not imported", "stays"]), "{sent:?}");
     Ok(())
 }

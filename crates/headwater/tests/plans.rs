@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use headwater_testkit::{Persistence, Postgres, Redis};
 use serde_json::{Value, json};
-use support::{LIMIT, Server, ServerDir, client, text};
+use support::{LIMIT, Server, ServerDir, client, eventually, text};
 use tokio::task::JoinHandle;
 
 const REASON: &str = "order 17 has no address";
@@ -239,6 +239,30 @@ async fn a_retried_message_is_settled_when_its_last_retry_is() -> Result<()> {
     let _consumer = Consumer::start(&server, |_| None);
     all_are_settled(&server, &plan, 3).await?;
     Ok(())
+}
+
+#[tokio::test]
+async fn letters_recorded_before_an_outage_and_a_pause_are_sent_after_both() -> Result<()> {
+    let (redis, database) = (Redis::start()?, Postgres::shared()?.database()?);
+    let dir = ServerDir::new()?;
+    let arguments = ["--stream-url", &redis.url(), "--database-url", &database.url()];
+    let server = dir.serve(&arguments)?;
+    dead_letters(&server, 8).await?;
+    // Letters are read and recorded, but Redis takes no writes.
+    redis.command(&["CONFIG", "SET", "min-replicas-to-write", "1"])?;
+    let plan = plan_for_topic(&server).await?;
+    let short = plan["/api/v1".len()..].to_owned();
+    server.until(&plan, |_, plan| plan["why"]["reason"] == "unavailable").await?;
+    ok(&server, &format!("{short}/pause"), &json!({})).await?;
+    redis.command(&["CONFIG", "SET", "min-replicas-to-write", "0"])?;
+    // The paused plan has found out that they were not sent.
+    let looked = "SELECT count(*) FROM replay_plans WHERE problem IS NULL";
+    eventually("the problem to end", || database.query(looked).is_ok_and(|count| count == "1"))
+        .await?;
+    let _consumer = Consumer::start(&server, |_| None);
+    ok(&server, &format!("{short}/resume"), &json!({})).await?;
+    all_are_settled(&server, &plan, 8).await?;
+    must_be_sent_once(&server, 8).await
 }
 
 #[tokio::test]

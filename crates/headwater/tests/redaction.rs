@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered, by};
 use crate::support::model::{FakeModel, ModelFault};
+use crate::support::sender::{STANDARD_SECRET, now, send, standard};
 use crate::support::tool_desk::{SQLITE, ToolDesk, ask, decide, only_answer, planned};
 use crate::support::tool_service::CallPlan;
 use crate::support::{LIMIT, ServerDir, eventually, text};
@@ -168,6 +169,27 @@ async fn a_tool_gets_the_values_and_the_model_only_placeholders_of_its_results()
             assert!(!events.contains(value), "{value} in {events}");
         }
     }
+    Ok(())
+}
+
+/// A webhook without a text is shown to the model as JSON, in which a line break is an escape.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_payload_without_a_text_is_redacted_by_its_values() -> Result<()> {
+    let (model, url) = FakeModel::open((5, 5)).await?;
+    let settings = format!(
+        "{SETTINGS}[[integration]]\nid = \"anybody\"\nprovider = \"standard\"\nsecret = \"{STANDARD_SECRET}\"\n"
+    );
+    let place = ServerDir::new()?.settings(&settings)?;
+    let given = ["--model-url", &url, "--model-name", "m", "--issue-quiet", "10ms"];
+    let server = place.serve(&given)?;
+    let body = json!({"type": "form", "issue": "7", "note": "case-json, card:\n4111 1111 1111 1111",
+        "form": "{\"tel\":\"\\n+49 170 1234567\"}"});
+    let (status, body) = send(standard(&server, "m-1", now(), body.to_string().as_bytes())).await?;
+    assert_eq!(status, 200, "{body}");
+    eventually("the request", || !model.requests("case-json").is_empty()).await?;
+    let request = model.requests("case-json").remove(0).body.to_string();
+    assert!(request.contains("[CARD_1]") && request.contains("[PHONE_1]"), "{request}");
+    assert!(!request.contains("1111 1111") && !request.contains("1234567"), "{request}");
     Ok(())
 }
 

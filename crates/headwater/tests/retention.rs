@@ -5,7 +5,7 @@ mod support;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
-use headwater_testkit::{Database, Postgres};
+use headwater_testkit::{Database, Postgres, Redis};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Connection, Row};
 
@@ -81,11 +81,7 @@ async fn old_data_is_deleted(sql: Sql, dir: ServerDir) -> Result<()> {
         ensure!(server.post(&path, &json!({})).await?.0 == 200);
     }
     all_idle(&server).await?;
-    let deadline = Instant::now() + LIMIT;
-    while sql.count("outbox WHERE status IN ('waiting', 'pending', 'taken')").await? > 0 {
-        ensure!(Instant::now() < deadline, "undelivered events: {}", server.log());
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    all_delivered(&sql, &server).await?;
     ensure!(server.stop()?.success(), "{}", server.log());
 
     sql.run("UPDATE issues SET updated_at = OLD").await?;
@@ -288,10 +284,57 @@ async fn past_model_runs_are_summed_up_in_sqlite() -> Result<()> {
     past_model_runs_are_summed_up(Sql::Sqlite(url), dir).await
 }
 
+/// Waits until nothing is to be delivered.
+async fn all_delivered(sql: &Sql, server: &Server) -> Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    while sql.count("outbox WHERE status IN ('waiting', 'pending', 'taken')").await? > 0 {
+        ensure!(Instant::now() < deadline, "undelivered events: {}", server.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Ok(())
+}
+
 #[tokio::test]
-async fn sessions_are_kept_as_long_as_the_setting_says() -> Result<()> {
+async fn delivered_replies_are_kept_as_long_as_the_setting_says() -> Result<()> {
     let dir = ServerDir::new()?;
-    let server = dir.serve(&["--retention-sessions", "2h", "--issue-quiet", "10ms"])?;
+    let url = format!("sqlite:{}", dir.file("issues.db"));
+    let sql = Sql::Sqlite(url.clone());
+    let base = ["--database-url", &url, "--issue-quiet", "10ms", "--sweep-every", "200ms"];
+    let mut server = dir.serve(&base)?;
+    let (old, new) = (ticket(&server, "old").await?.1, ticket(&server, "new").await?.1);
+    all_idle(&server).await?;
+    all_delivered(&sql, &server).await?;
+    ensure!(server.stop()?.success(), "{}", server.log());
+    let of = |issue: i64| format!("outbox WHERE status = 'delivered' AND issue_id = {issue}");
+    let kept = sql.count(&of(new)).await?;
+    assert!(sql.count(&of(old)).await? > 0 && kept > 0);
+    for (issue, hours) in [(old, 3), (new, 1)] {
+        let at = format!("(unixepoch() - {hours} * 3600) * 1000");
+        sql.run(&format!(
+            "UPDATE outbox SET delivered_at = {at} WHERE status = 'delivered' AND issue_id = {issue}"
+        ))
+        .await?;
+    }
+
+    let server = dir.serve(&[&base[..], &["--retention-outbox", "2h"]].concat())?;
+    let deadline = Instant::now() + LIMIT;
+    while sql.count(&of(old)).await? > 0 {
+        ensure!(Instant::now() < deadline, "delivered rows are left: {}", server.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(sql.count(&of(new)).await?, kept);
+    assert_eq!(
+        server.get(&format!("/api/v1/issues/{old}")).await?.0,
+        200,
+        "only its rows are gone"
+    );
+    Ok(())
+}
+
+async fn sessions_are_kept_as_long_as_the_setting_says(stream_url: &str) -> Result<()> {
+    let dir = ServerDir::new()?;
+    let to = ["--stream-url", stream_url, "--retention-sessions", "2h", "--issue-quiet", "10ms"];
+    let server = dir.serve(&to)?;
     ticket(&server, "hello").await?;
     let has_session =
         |_, page: &Value| page["sessions"].as_array().is_some_and(|it| !it.is_empty());
@@ -299,4 +342,15 @@ async fn sessions_are_kept_as_long_as_the_setting_says() -> Result<()> {
     let (_, page) = server.get("/api/v1/sessions").await?;
     assert_eq!(page["sessions"][0]["ttl_ms"], 2 * 60 * 60 * 1000, "{page}");
     Ok(())
+}
+
+#[tokio::test]
+async fn embedded_sessions_are_kept_as_long_as_the_setting_says() -> Result<()> {
+    sessions_are_kept_as_long_as_the_setting_says("embedded:streams").await
+}
+
+#[tokio::test]
+async fn sessions_in_redis_are_kept_as_long_as_the_setting_says() -> Result<()> {
+    let redis = Redis::start()?;
+    sessions_are_kept_as_long_as_the_setting_says(&redis.url()).await
 }

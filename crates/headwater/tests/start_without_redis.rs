@@ -2,8 +2,10 @@
 
 mod support;
 
+use std::time::Duration;
+
 use anyhow::{Context, Result, ensure};
-use headwater_testkit::{Postgres, Redis};
+use headwater_testkit::{Postgres, Redis, Sentinel, wait_until};
 use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered, by, open};
@@ -170,6 +172,47 @@ async fn a_rejected_password_stops_no_event_and_is_corrected_without_a_restart()
     assert!(status == 200 && rows.iter().all(|row| row["kind"] == "reply"), "{dead}");
     assert!(!server.log().contains("hunter2"), "{}", server.log());
     Ok(())
+}
+
+/// Time for a replica to take over. Longer than 30 s, the time that a sentinel stays passive after it was starved.
+const FAIL_OVER_LIMIT: Duration = Duration::from_secs(90);
+
+#[tokio::test]
+async fn without_a_primary_that_sentinel_knows_everything_else_works_and_then_the_replica_is_used()
+-> Result<()> {
+    let sentinel = Sentinel::start()?;
+    let (primary, replica) = (sentinel.primary(), sentinel.replica());
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let url = sentinel.url();
+    let server = dir.serve(&[&["--stream-url", &url][..], &QUICK].concat())?;
+    is_ready(&server).await?;
+    webhook(&server, 1).await?;
+    ticket(&server).await?;
+    eventually("the ticket events, also on the replica", || {
+        published(primary) >= 2 && published(replica) == published(primary)
+    })
+    .await?;
+    let before = published(replica);
+
+    // No replica can take over until this one answers again.
+    replica.pause()?;
+    primary.kill9()?;
+    server.until("/health/ready", is_degraded).await?;
+    webhook(&server, 2).await?;
+    ticket(&server).await?;
+    only_streams_are_unavailable(&server, "stream backend unavailable").await?;
+
+    replica.resume()?;
+    wait_until("the replica to take over", FAIL_OVER_LIMIT, || {
+        let role = replica.command(&["ROLE"]);
+        role.is_ok_and(|role| role.items().first().is_some_and(|role| role.text() == "master"))
+    })?;
+    is_ready(&server).await?;
+    webhook(&server, 3).await?;
+    ticket(&server).await?;
+    // A message and a reply of each of the two tickets, at least.
+    eventually("the ticket events", || published(replica) >= before + 4).await?;
+    all_idle(&server).await
 }
 
 #[test]

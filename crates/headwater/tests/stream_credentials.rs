@@ -1,10 +1,11 @@
-//! The password of Redis from a file or a command: the binary uses what they contain when it connects.
+//! Settings of the connection to Redis: the binary uses what a file or a command of the password contains when it connects,
+//! and configures the server only if it may.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
 
-use headwater_testkit::Redis;
-use support::{ServerDir, text};
+use headwater_testkit::{Redis, wait_until};
+use support::{LIMIT, ServerDir, text};
 
 #[test]
 fn the_password_comes_from_a_file_or_a_command_and_is_read_again() {
@@ -34,4 +35,33 @@ fn the_password_comes_from_a_file_or_a_command_and_is_read_again() {
     let both = [&list[..], &["--stream-password-command", &command]].concat();
     let message = text(&dir.run(&both).unwrap().stderr);
     assert!(message.contains("are both set"), "{message}");
+}
+
+#[test]
+fn notifications_of_the_server_are_configured_only_if_the_setting_permits_it() {
+    let off = "[stream]\nconfigure_notifications = false\n";
+    let dir = || ServerDir::new().unwrap();
+    for (dir, expected) in [
+        (dir(), "Ex"),
+        (dir().settings(off).unwrap(), ""),
+        (dir().variable("HEADWATER_STREAM_CONFIGURE_NOTIFICATIONS", "false"), ""),
+    ] {
+        let redis = Redis::start().unwrap();
+        let url = redis.url();
+        let created = dir.run(&["topic", "create", "orders", "--stream-url", &url]).unwrap();
+        assert!(created.status.success(), "{}", text(&created.stderr));
+        let consume = ["consume", "orders", "--group", "billing", "--stream-url", &url];
+        let consumer = dir.start_soon(&consume).unwrap();
+        // It subscribes after it has configured the server, or has decided not to.
+        wait_until("a subscription", LIMIT, || {
+            let channels = redis.command(&["PUBSUB", "CHANNELS"]).unwrap();
+            channels.items().iter().any(|channel| channel.text().ends_with(":expired"))
+        })
+        .unwrap_or_else(|error| panic!("{error}: {}", consumer.log()));
+        let flags = redis.command(&["CONFIG", "GET", "notify-keyspace-events"]).unwrap();
+        let flags = flags.items()[1].text();
+        let has = |flag: char| flags.contains(flag);
+        assert_eq!(flags.len(), expected.len(), "{flags}");
+        assert!(expected.chars().all(has), "{flags}");
+    }
 }

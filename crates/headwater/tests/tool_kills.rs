@@ -89,7 +89,9 @@ impl<'a> Gate<'a> {
     }
 
     fn waiting(&self) -> usize {
+        // Other tests have gates in their databases on the same server.
         let waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
+             AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
              AND (classid::bigint << 32) + objid::bigint =";
         let counted = self.database.query(&format!("{waiting} {GATE}"));
         counted.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(0)
@@ -97,6 +99,8 @@ impl<'a> Gate<'a> {
 
     /// Kills the server inside the transaction, which then ends as `moment` says.
     async fn kill(mut self, server: &mut Server, moment: KillMoment) -> Result<()> {
+        // At most one transaction waits here: a second one for the same call waits for the row that the first one has locked,
+        // its issue or its effect. But the kill is as real with more of them, so that the test does not depend on it.
         eventually("the transaction at its gate", || self.waiting() >= 1).await?;
         server.kill9()?;
         if moment != Commit {
@@ -188,6 +192,11 @@ const CALLS: &[CallPlan] = &[
     ("approved-3", &[("approved", r#"{"order": "approved-3"}"#)]),
     ("approved-4", &[("approved", r#"{"order": "approved-4"}"#)]),
     ("approved-5", &[("approved", r#"{"order": "approved-5"}"#)]),
+    // The model asks for it again when it learns that it was not made.
+    (
+        "expired",
+        &[("approved", r#"{"order": "expired"}"#), ("approved", r#"{"order": "expired"}"#)],
+    ),
 ];
 
 async fn kills_on_postgres(tool: &str, points: &[KillPoint]) -> Result<()> {
@@ -323,5 +332,90 @@ async fn a_kill_inside_a_transaction_of_a_call_on_sqlite() -> Result<()> {
             check(&desk, &server, tool, (&order, &ticket, issue), point).await?;
         }
     }
+    Ok(())
+}
+
+/// Approves a draft, in a process that does not know the tool of its call, and makes the approval older than the time that the
+/// call may wait. Returns the process.
+async fn expire(
+    desk: &ToolDesk,
+    draft: &Value,
+    issue: i64,
+    gate: Option<String>,
+) -> Result<Server> {
+    let settings = desk.dir.path().join("headwater.toml");
+    let known = std::fs::read_to_string(&settings)?;
+    std::fs::write(&settings, known.replace("name = \"approved\"", "name = \"other\""))?;
+    let server = desk.serve()?;
+    std::fs::write(&settings, known)?;
+    assert_eq!(decide(&server, draft, "approve", json!({})).await?.0, 200);
+    let path = format!("/api/v1/effects?issue_id={issue}");
+    let waits = |_: u16, page: &Value| {
+        let effect = &page["effects"][0];
+        effect["status"] == "approved" && effect["problem"].is_string()
+    };
+    server.until(&path, waits).await?;
+    let mut session = connect(desk).await?;
+    // First, because the run is repeated by itself, too.
+    if let Some(gate) = gate {
+        sqlx::query(AssertSqlSafe(gate)).execute(&mut session).await?;
+    }
+    let older = "UPDATE tool_effects SET created_at = created_at - 3600001";
+    sqlx::query(older).execute(&mut session).await?;
+    session.close().await?;
+    Ok(server)
+}
+
+/// The call ends before its run: what the run would have told a person must not be lost with it, although a person was told
+/// about an earlier approval of the same call.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_before_a_person_is_told_that_a_call_was_not_made_on_sqlite() -> Result<()> {
+    let desk = ToolDesk::new(CALLS, SQLITE).await?;
+    let mut server = desk.serve()?;
+    let (ticket, issue) = ask(&server, "Refund expired").await?;
+    let first = planned(&server, issue).await?;
+    server.kill9()?;
+    let retry = format!("/api/v1/issues/{issue}/retry");
+    let path = format!("/api/v1/tickets/{ticket}");
+    let is_handed_over = |_: u16, shown: &Value| shown["handed_over"] == true;
+    server = expire(&desk, &first, issue, None).await?;
+    server.post(&retry, &json!({})).await?;
+    server.until(&path, is_handed_over).await?;
+    server.kill9()?;
+
+    // The person returns the ticket to the desk, and the call is approved again.
+    server = desk.serve()?;
+    assert_eq!(server.post(&format!("{path}/reopen"), &json!({})).await?.0, 200);
+    let more = json!({"content": "Please try again."});
+    assert_eq!(server.post(&format!("{path}/messages"), &more).await?.0, 201);
+    let second = planned(&server, issue).await?;
+    server.kill9()?;
+
+    // The process is killed in the transaction that hands the issue over.
+    let tables: Vec<String> = (0..12).map(|one| format!("sqlite_schema t{one}")).collect();
+    let create = format!(
+        "CREATE TRIGGER gate BEFORE UPDATE ON issues
+         WHEN NEW.fields ->> 'handed_over' AND NOT coalesce(OLD.fields ->> 'handed_over', 0)
+         BEGIN SELECT count(*) FROM {}; END",
+        tables.join(", ")
+    );
+    server = expire(&desk, &second, issue, Some(create)).await?;
+    server.post(&retry, &json!({})).await?;
+    wait_until_locked(&desk).await?;
+    server.kill9()?;
+    let mut session = connect(&desk).await?;
+    sqlx::query("DROP TRIGGER gate").execute(&mut session).await?;
+    let ended = "SELECT count(*) FROM tool_effects WHERE status = 'failed' AND attempts = 0";
+    let ended: i64 = sqlx::query_scalar(ended).fetch_one(&mut session).await?;
+    assert_eq!(ended, 1, "the call has ended before the kill");
+    session.close().await?;
+
+    server = desk.serve()?;
+    let shown = server.until(&path, is_handed_over).await?;
+    let reason = shown["hand_over_reason"].as_str().context("a reason")?;
+    let has_facts = ["expired", "approved by", "not made"].iter().all(|fact| reason.contains(fact));
+    assert!(has_facts, "{reason}");
+    assert!(desk.service.requests("expired").is_empty());
+    assert_eq!(effects(&server, issue).await?.len(), 1);
     Ok(())
 }

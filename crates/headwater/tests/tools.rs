@@ -6,15 +6,18 @@ mod support;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result};
-use headwater_testkit::{Database, Postgres};
+use headwater_testkit::{Database, Port, Postgres};
 use serde_json::{Value, json};
 
-use crate::support::desk::{all_idle, answered};
+use crate::support::desk::{all_idle, answered, by};
+use crate::support::model::{FakeModel, ModelFault};
+use crate::support::receivers::Receiver;
+use crate::support::sender::{STANDARD_SECRET, now, send, standard};
 use crate::support::tool_desk::{
     SQLITE, ToolDesk, ask, decide, effects, end_sessions, only_answer, planned,
 };
 use crate::support::tool_service::CallPlan;
-use crate::support::{ServerDir, eventually, text};
+use crate::support::{Server, ServerDir, eventually, text};
 
 fn refused(body: &Value) -> &str {
     body["error"]["code"].as_str().unwrap_or_default()
@@ -42,7 +45,7 @@ const READING: &[CallPlan] = &[
 async fn the_model_gets_the_results_of_tools_and_a_clear_error_for_everything_else() -> Result<()> {
     let place = ToolDesk::new(READING, SQLITE).await?;
     let server = place.serve()?;
-    let (ticket, _) = ask(&server, "Where is it?").await?;
+    let (ticket, issue) = ask(&server, "Where is it?").await?;
     let answer = only_answer(&server, &ticket).await?;
     assert!(
         answer.contains(r#"{"ok":true,"result":{"status":"sent \u003cyesterday\u003e"}}"#),
@@ -52,6 +55,18 @@ async fn the_model_gets_the_results_of_tools_and_a_clear_error_for_everything_el
     assert_eq!(reads.len(), 1, "{reads:?}");
     assert_eq!(reads[0].0, "/orders/a%2F..%2Fb?user=ada");
     assert_eq!(reads[0].1["authorization"], "Bearer a shop token");
+    // The timeline of the issue has the call, when the steps of its session are stored.
+    let parts = [
+        "Tool <strong><bdi>status</bdi></strong> <span class=\"badge good\">ok</span>",
+        "<p>Arguments</p>",
+        "&quot;order&quot;: &quot;a/../b&quot;",
+        "<p>Result</p>",
+        "&quot;status&quot;:&quot;sent ",
+    ];
+    let has_all = |_: u16, page: &Value| {
+        page.as_str().is_some_and(|page| parts.iter().all(|part| page.contains(part)))
+    };
+    server.until(&format!("/console/issues/{issue}"), has_all).await?;
     // The tool of another integration is not even offered.
     let request = place.model.requests("Where is it").pop().context("a request")?;
     let tools = request["tools"].to_string();
@@ -244,11 +259,142 @@ async fn a_newer_message_repeats_no_call() -> Result<()> {
     Ok(())
 }
 
+const UNANSWERED: &[CallPlan] = &[
+    ("order-1", &[("personal", r#"{"order": "order-1"}"#)]),
+    ("order-2", &[("personal", r#"{"order": "order-2"}"#)]),
+    ("order-3", &[("personal", r#"{"order": "order-3"}"#)]),
+];
+
+/// A run has made its call, and ends without an answer, because the ticket is closed or a person answers.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_ends_without_an_answer_keeps_its_calls() -> Result<()> {
+    let place = ToolDesk::new(UNANSWERED, SQLITE).await?;
+    let server = place.serve()?;
+    for (order, is_closed) in [("order-1", true), ("order-2", false)] {
+        place.model.block(true);
+        let (ticket, issue) = ask(&server, &format!("Refund {order}")).await?;
+        let path = format!("/api/v1/effects?issue_id={issue}");
+        server.until(&path, |_, page| page["effects"][0]["status"] == "done").await?;
+        eventually("the result", || place.model.requests(order).len() == 2).await?;
+        let ticket_path = |verb: &str| format!("/api/v1/tickets/{ticket}/{verb}");
+        match is_closed {
+            true => assert_eq!(server.post(&ticket_path("close"), &json!({})).await?.0, 200),
+            false => {
+                let agent = json!({"content": "I am looking into it.", "author": "agent"});
+                assert_eq!(server.post(&ticket_path("messages"), &agent).await?.0, 201);
+            }
+        }
+        all_idle(&server).await?;
+        place.model.block(false);
+        if !is_closed {
+            assert_eq!(server.post(&ticket_path("reopen"), &json!({})).await?.0, 200);
+        }
+        let more = json!({"content": "Hello? Was it refunded?"});
+        assert_eq!(server.post(&ticket_path("messages"), &more).await?.0, 201);
+        let answer = only_answer(&server, &ticket).await?;
+        assert!(answer.contains(&format!(r#"{{"refunded":"{order}"}}"#)), "{answer}");
+        assert_eq!(place.service.requests(order).len(), 1, "{order}");
+        assert_eq!(effects(&server, issue).await?.len(), 1, "{order}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unknown_outcome_is_told_to_a_person_although_no_answer_is_needed() -> Result<()> {
+    let place = ToolDesk::new(UNANSWERED, SQLITE).await?;
+    let mut server = place.serve()?;
+    place.service.is_silent_after.store(true, Ordering::SeqCst);
+    let (ticket, issue) = ask(&server, "Refund order-3").await?;
+    eventually("the call", || place.service.requests("order-3").len() == 1).await?;
+    let path = format!("/api/v1/tickets/{ticket}");
+    assert_eq!(server.post(&format!("{path}/close"), &json!({})).await?.0, 200);
+    server.kill9()?;
+    place.service.is_silent_after.store(false, Ordering::SeqCst);
+    server = place.serve()?;
+    let shown = server.until(&path, |_, shown| shown["handed_over"] == true).await?;
+    let key = place.service.requests("order-3")[0].0.clone();
+    let reason = shown["hand_over_reason"].as_str().context("a reason")?;
+    assert!(reason.contains("order-3") && reason.contains(&key), "{reason}");
+    assert!(by(&shown, "assistant").is_empty(), "the ticket is closed: {shown:#}");
+
+    // The person who knows of it returns the ticket to the desk: the model knows of it, too.
+    assert_eq!(server.post(&format!("{path}/reopen"), &json!({})).await?.0, 200);
+    let more = json!({"content": "Was it refunded?"});
+    assert_eq!(server.post(&format!("{path}/messages"), &more).await?.0, 201);
+    let answer = only_answer(&server, &ticket).await?;
+    assert!(answer.contains("it is unknown whether this call was carried out"), "{answer}");
+    assert_eq!(place.service.requests("order-3").len(), 1);
+    assert_eq!(effects(&server, issue).await?.len(), 1);
+    let (_, shown) = server.get(&path).await?;
+    assert_eq!(shown["handed_over"], false, "{shown:#}");
+    Ok(())
+}
+
+/// The program at the callback may show what it gets to the user.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_callback_has_no_facts_of_a_tool_call() -> Result<()> {
+    let (receiver, url) = Receiver::start().await?;
+    let more = format!(
+        "[[integration]]\nid = \"anybody\"\nprovider = \"standard\"\nsecret = \"{STANDARD_SECRET}\"\n\
+         base_url = \"{url}/hook\"\n"
+    );
+    let place = ToolDesk::with_settings(UNANSWERED, SQLITE, &more).await?;
+    let server = place.serve()?;
+    place.service.is_silent_after.store(true, Ordering::SeqCst);
+    let body =
+        json!({"type": "message", "issue": "7", "data": {"text": "Refund order-3", "user": "ann"}});
+    let (status, body) = send(standard(&server, "m-1", now(), body.to_string().as_bytes())).await?;
+    assert_eq!(status, 200, "{body}");
+    let handed_over =
+        || receiver.accepted().into_iter().find(|one| one.body["type"] == "hand_over");
+    eventually("the hand-over", || handed_over().is_some()).await?;
+    let key = place.service.requests("order-3")[0].0.clone();
+    for accepted in receiver.accepted() {
+        let sent = accepted.body.to_string();
+        assert!(!sent.contains("order-3") && !sent.contains(&key), "{sent}");
+    }
+    let handed_over = handed_over().context("a hand-over")?;
+    assert_eq!(handed_over.content(), "a person has to check a tool call");
+    // People of the support team see them.
+    let (_, issue) = server.get("/api/v1/issues/1").await?;
+    let reason = issue["fields"]["hand_over_reason"].as_str().context("a reason")?;
+    assert!(reason.contains("order-3") && reason.contains(&key), "{reason}");
+    Ok(())
+}
+
 const APPROVALS: &[CallPlan] = &[
     ("order-1", &[("approved", r#"{"order": "order-1"}"#)]),
     ("order-2", &[("approved", r#"{"order": "order-2"}"#)]),
     ("order-3", &[("approved", r#"{"order": "order-3"}"#)]),
+    ("order-4", &[("approved", r#"{"order": "order-4"}"#)]),
 ];
+
+/// Presses "Approve the calls".
+async fn approve_on_the_console(server: &Server) -> Result<()> {
+    let (ticket, issue) = ask(server, "Refund order-4").await?;
+    let draft = planned(server, issue).await?;
+    let action = format!("/console/do/drafts/{}/approve", draft["id"]);
+    // The console keeps an answer for a second.
+    let has_form = |_: u16, page: &Value| page.as_str().is_some_and(|page| page.contains(&action));
+    let page = server.until("/console/drafts", has_form).await?;
+    // The form of this draft.
+    let form = page
+        .as_str()
+        .context("a page")?
+        .split("<form ")
+        .find(|form| form.contains(&action))
+        .context("a form")?;
+    let field = r#"<input type="hidden" name="calls" value="true">"#;
+    assert!(form.contains(field) && form.contains("Approve the calls"), "{form}");
+    let pressed = server.client.post(server.url(&action)).header("origin", server.url(""));
+    let pressed = pressed.header("content-type", "application/x-www-form-urlencoded");
+    let pressed = pressed.body(format!("version={}&calls=true", draft["version"]));
+    let shown = pressed.send().await?.text().await?;
+    assert!(shown.contains("The draft is approved"), "{shown}");
+    let answer = only_answer(server, &ticket).await?;
+    assert!(answer.contains(r#"{"refunded":"order-4"}"#), "{answer}");
+    Ok(())
+}
 
 async fn a_call_is_made_once_when_a_person_approves_it(database: &str) -> Result<()> {
     let place = ToolDesk::new(APPROVALS, database).await?;
@@ -303,20 +449,21 @@ async fn a_call_is_made_once_when_a_person_approves_it(database: &str) -> Result
     let output = place.dir.run(&["draft", "approve", &id, "--url", &at])?;
     assert!(text(&output.stdout).contains("its tool calls are made"), "{}", text(&output.stderr));
     only_answer(&server, &ticket).await?;
+    approve_on_the_console(&server).await?;
 
     assert!(place.service.requests("order-2").is_empty());
-    for order in ["order-1", "order-3"] {
+    for order in ["order-1", "order-3", "order-4"] {
         assert_eq!(place.service.requests(order).len(), 1, "{order}");
     }
     let output = place.dir.run(&["effect", "list", "--json", "--url", &at])?;
-    assert_eq!(text(&output.stdout).lines().count(), 3, "{}", text(&output.stdout));
+    assert_eq!(text(&output.stdout).lines().count(), 4, "{}", text(&output.stdout));
     let number = effects(&server, issue).await?[0]["id"].to_string();
     let output = place.dir.run(&["effect", "show", &number, "--url", &at])?;
     assert!(text(&output.stdout).contains("order-3"), "{}", text(&output.stdout));
 
     // The data of the user.
     let output = place.dir.run(&["export", "--user", "ada", "--url", &at])?;
-    assert_eq!(text(&output.stdout).matches("\"effect\":").count(), 3, "{}", text(&output.stdout));
+    assert_eq!(text(&output.stdout).matches("\"effect\":").count(), 4, "{}", text(&output.stdout));
     let output = place.dir.run(&["erase", "--user", "ada", "--yes", "--url", &at])?;
     assert!(output.status.success(), "{}", text(&output.stderr));
     let (_, page) = server.get("/api/v1/effects").await?;
@@ -394,6 +541,61 @@ async fn a_tool_that_does_not_respond_holds_no_slots_and_its_calls_continue_by_t
         assert_eq!(effects(&server, issue).await?[0]["status"], "done", "{order}");
     }
     server.wait_for_log("tool works again")?;
+    Ok(())
+}
+
+const CLOSED_PORT: &[CallPlan] = &[
+    ("order-0", &[("closed", "{}")]),
+    ("order-1", &[("closed", "{}")]),
+    ("order-2", &[("closed", "{}")]),
+    ("order-3", &[("closed", "{}")]),
+];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tool_that_cannot_be_reached_is_not_called_any_more() -> Result<()> {
+    // Reserved until the test ends, so that nothing listens there.
+    let port = Port::for_server()?;
+    let tool = format!(
+        "[[tool]]\nname = \"closed\"\ndescription = \"A closed port.\"\nmethod = \"POST\"\n\
+         url = \"http://{}/\"\n",
+        port.address()
+    );
+    let desk = ToolDesk::with_settings(CLOSED_PORT, SQLITE, &tool).await?;
+    let server = desk.serve()?;
+    for number in 0..4 {
+        let (ticket, issue) = ask(&server, &format!("order-{number}")).await?;
+        let answer = only_answer(&server, &ticket).await?;
+        let is_called = number < 3;
+        assert_eq!(answer.contains("the tool does not respond"), !is_called, "{number}: {answer}");
+        let effects = effects(&server, issue).await?;
+        assert_eq!(effects.len(), usize::from(is_called), "{number}: {effects:#?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_model_writes_beside_calls_that_are_refused_at_the_limit_is_not_posted() -> Result<()>
+{
+    let (model, url) = FakeModel::open((5, 5)).await?;
+    let search = ModelFault::Call("search_tickets", r#"{"query":"x"}"#);
+    let beside: ModelFault =
+        ModelFault::PiecesAndCall(&["Let me look again."], "search_tickets", r#"{"query":"y"}"#);
+    let answer = ModelFault::Finish("Here is your answer.", "stop");
+    model.plan("case-late", &[search, search, search, search, beside, answer]);
+    model.plan("case-never", &[search, search, search, search, beside, beside]);
+    model.write(100);
+    let given = ["--model-url", &url, "--model-name", "m", "--issue-quiet", "10ms"];
+    let place = ServerDir::new()?;
+    let server = place.serve(&[&given[..], &["--analytics-path", ""]].concat())?;
+    let (ticket, _) = ask(&server, "case-late").await?;
+    assert_eq!(only_answer(&server, &ticket).await?, "Here is your answer.");
+    let last = model.requests("case-late").pop().context("a request")?.body.to_string();
+    assert!(last.contains("no more calls are possible"), "{last}");
+    let (ticket, _) = ask(&server, "case-never").await?;
+    let answer = only_answer(&server, &ticket).await?;
+    assert!(answer.contains("A person will take over"), "{answer}");
+    let path = format!("/api/v1/tickets/{ticket}");
+    server.until(&path, |_, shown| shown["handed_over"] == true).await?;
     Ok(())
 }
 

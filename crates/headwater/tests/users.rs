@@ -3,12 +3,18 @@
 
 mod support;
 
+use std::collections::BTreeSet;
+use std::time::Duration;
+
 use anyhow::{Context, Result, ensure};
+use headwater_stream::{DelayName, DueTime, Fields, Range, ScheduleRequest, StreamName};
 use headwater_testkit::{Postgres, Redis, RedisReply};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered};
+use crate::support::model::FakeModel;
+use crate::support::receivers::{Fault, FaultSource, Receiver};
 use crate::support::{LIMIT, Server, ServerDir, eventually, text};
 
 const SECRET: &str = "a very private matter";
@@ -142,6 +148,142 @@ async fn an_entry_in_hand_does_not_bring_an_erased_ticket_back() -> Result<()> {
     let events = database.query("SELECT count(*) FROM event_logs")?;
     assert_eq!((tickets.as_str(), events.as_str()), ("0", "0"), "{}", server.log());
     assert_eq!(redis.command(&["XLEN", "ticket_events:dlq"])?.int(), Some(0));
+    Ok(())
+}
+
+/// Texts of the ticket are also in the stream of provisional answers, and in copies that wait for their time.
+#[tokio::test]
+async fn provisional_and_delayed_texts_are_erased() -> Result<()> {
+    let redis = Redis::start()?;
+    let dir = ServerDir::new()?;
+    let given = ["--issue-quiet", "10ms", "--analytics-path", ""];
+    let server = dir.serve(&[&["--stream-url", &redis.url()], &given[..]].concat())?;
+    let (ada, _) = ticket(&server, "ada", SECRET).await?;
+    let (bob, _) = ticket(&server, "bob", "nothing special").await?;
+    all_idle(&server).await?;
+    let streams = headwater_stream::connect(&redis.url(), &Default::default()).await?;
+    let provisional = "streaming:mq:desk:provisional";
+    let delays = DelayName::new("streaming:mq:retry:ticket_events")?;
+    for id in [&ada, &bob] {
+        let event =
+            json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": id, "content": id}).to_string();
+        redis.command(&["XADD", provisional, "*", "data", &event])?.ok()?;
+        let copy = ScheduleRequest {
+            to: StreamName::new("ticket_events")?,
+            due: DueTime::After(Duration::from_secs(3600)),
+            fields: Fields::new([("data", event)]),
+        };
+        // More than one, so that cancelling moves the others.
+        streams.schedule(&delays, &[copy.clone(), copy.clone(), copy]).await?;
+    }
+    let (status, erased) = server.post("/api/v1/erase", &json!({"user": "ada"})).await?;
+    assert_eq!((status, &erased["tickets"]), (200, &json!(1)), "{erased}");
+    let left = streams.delayed(&delays, 0, 100).await?;
+    let left: Vec<String> =
+        left.iter().map(|entry| text(entry.fields.get("data").unwrap())).collect();
+    assert!(left.len() == 3 && left.iter().all(|data| data.contains(&bob)), "{left:?}");
+    let shown = streams.range(&StreamName::new(provisional)?, Range::first(100)).await?;
+    let shown: Vec<String> =
+        shown.iter().filter_map(|entry| entry.fields.get("data").map(|data| text(data))).collect();
+    assert!(shown.iter().any(|data| data.contains(&bob)), "{shown:?}");
+    assert!(shown.iter().all(|data| !data.contains(&ada)), "{shown:?}");
+    Ok(())
+}
+
+#[derive(Debug)]
+struct AlwaysHangs;
+
+impl FaultSource for AlwaysHangs {
+    fn next_fault(&mut self) -> Option<Fault> {
+        Some(Fault::Hang)
+    }
+}
+
+/// A receiver of notifications fails while the user is erased. `attempts` decides whether the event would be sent again or
+/// become a dead letter.
+async fn an_event_in_hand_is_dropped_when_its_user_is_erased(attempts: u32) -> Result<()> {
+    let redis = Redis::start()?;
+    let (receiver, url) = Receiver::start().await?;
+    let section = format!(
+        "[[notification]]\nid = \"crm\"\nurl = \"{url}\"\nsecret = \"whsec_c2l4dGVlbiBieXRlcyBvciBtb3Jl\"\n\
+         attempts = {attempts}\nfrom = \"beginning\"\n"
+    );
+    let dir = ServerDir::new()?.settings(&section)?;
+    let given = ["--issue-quiet", "10ms", "--analytics-path", ""];
+    receiver.fail_randomly(AlwaysHangs);
+    let server = dir.serve(&[&["--stream-url", &redis.url()], &given[..]].concat())?;
+    ticket(&server, "ada", SECRET).await?;
+    all_idle(&server).await?;
+    let sent = || receiver.requests().len();
+    let ids = || -> BTreeSet<String> {
+        let requests = receiver.requests();
+        let ids = requests.iter().filter_map(|(_, _, headers)| headers.get("webhook-id"));
+        ids.map(|id| text(id.as_bytes())).collect()
+    };
+    eventually("the question and the answer were sent", || ids().len() == 2).await?;
+    let (status, erased) = server.post("/api/v1/erase", &json!({"user": "ada"})).await?;
+    assert_eq!((status, &erased["tickets"]), (200, &json!(1)), "{erased}");
+    // The attempts fail now, and the receiver works afterwards.
+    let before = sent();
+    receiver.release();
+    let group = "notification:crm";
+    let pending = || -> Option<i64> {
+        let found = redis.command(&["XPENDING", "ticket_events", group]).ok()?;
+        found.items().first().and_then(RedisReply::int)
+    };
+    eventually("the events are settled", || pending() == Some(0)).await?;
+    assert_eq!((sent(), receiver.accepted().len()), (before, 0), "{:?}", receiver.accepted());
+    assert_eq!(redis.command(&["XLEN", "ticket_events:dlq"])?.int(), Some(0));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_event_in_hand_is_not_sent_again_after_its_user_was_erased() -> Result<()> {
+    an_event_in_hand_is_dropped_when_its_user_is_erased(50).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_event_in_hand_becomes_no_dead_letter_after_its_user_was_erased() -> Result<()> {
+    an_event_in_hand_is_dropped_when_its_user_is_erased(1).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn notifications_of_a_ticket_that_is_busy_and_stays_are_delivered() -> Result<()> {
+    let redis = Redis::start()?;
+    let (receiver, url) = Receiver::start().await?;
+    let section = format!(
+        "[[notification]]\nid = \"crm\"\nurl = \"{url}\"\nsecret = \"whsec_c2l4dGVlbiBieXRlcyBvciBtb3Jl\"\n\
+         from = \"beginning\"\n"
+    );
+    let dir = ServerDir::new()?.settings(&section)?;
+    let (model, url) = FakeModel::start((5, 5)).await?;
+    let given = ["--stream-url", &redis.url(), "--issue-quiet", "0ms", "--analytics-path", ""];
+    let model_given = ["--model-url", &url, "--model-name", "m"];
+    let server = dir.serve(&[&given[..], &model_given].concat())?;
+    let new = json!({"title": "Parcel", "content": SECRET, "user_id": "ada"});
+    let (status, created) = server.post("/api/v1/tickets", &new).await?;
+    ensure!(status == 201, "{created}");
+    let id = created["ticket_id"].as_str().context("a ticket")?;
+    eventually("the run waits for the model", || !model.requests("").is_empty()).await?;
+    let (status, erased) = server.post("/api/v1/erase", &json!({"user": "ada"})).await?;
+    assert_eq!((status, &erased["busy"]), (200, &json!(1)), "{erased}");
+
+    model.unblock();
+    answered(&server, id, 1).await?;
+    let close = format!("/api/v1/tickets/{id}/close");
+    assert_eq!(server.post(&close, &json!({})).await?.0, 200);
+    let is_delivered = |event_type: &str| {
+        let accepted = receiver.accepted();
+        accepted.iter().any(|one| {
+            one.body["type"] == event_type && one.body["data"]["ticket_id"].as_str() == Some(id)
+        })
+    };
+    for event_type in ["AI_RESPONSE_GENERATED", "TICKET_CLOSED"] {
+        eventually(event_type, || is_delivered(event_type)).await.with_context(|| server.log())?;
+    }
+    // Once it is not in use, it is erased.
+    let (status, erased) = server.post("/api/v1/erase", &json!({"user": "ada"})).await?;
+    assert_eq!((status, &erased["tickets"]), (200, &json!(1)), "{erased}");
     Ok(())
 }
 

@@ -574,7 +574,7 @@ async fn the_command_counts_webhooks_and_says_why_some_were_rejected() -> Result
     for words in [["webhook", "list"], ["webhook", "rejected"]] {
         let output = place.run(&words)?;
         assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-        assert!(text(&output.stderr).contains("name it with --url or HEADWATER_URL"));
+        assert!(text(&output.stderr).contains("name one with --url or HEADWATER_URL"));
     }
     Ok(())
 }

@@ -74,6 +74,14 @@ async fn a_reply_refused_by_the_provider_is_named_with_its_answer_and_the_retry(
     let expected = [&*format!("reply {row} of issue {id} was given up"), "410", &retry, "commit"];
     until_why(&dir, &["outbox", "why", &row, "--url", &url], &expected);
     until_why(&dir, &["outbox", "why", &row], &expected);
+    for show in [
+        &["outbox", "show", &row, "--json", "--url", &url][..],
+        &["outbox", "show", &row, "--json"],
+    ] {
+        let shown: Value = serde_json::from_str(&stdout(&dir, show)).unwrap();
+        assert_eq!((&shown["status"], &shown["kind"]), (&json!("dead"), &json!("reply")));
+        assert!(shown["error"].to_string().contains("410"), "{shown}");
+    }
     let (status, why) = server.get(&format!("/api/v1/outbox/{row}/why")).await.unwrap();
     assert_eq!((status, &why["reason"], &why["status"]), (200, &json!("dead"), &json!("dead")));
     let (status, missing) = server.get("/api/v1/outbox/987654/why").await.unwrap();

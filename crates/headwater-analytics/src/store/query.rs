@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 
 use super::{AnalyticsReader, FileConnection, ReopenableFile, failed};
 use crate::error::{AnalyticsError, Result};
-use crate::limits::{ANSWER_BYTES_MAX, ANSWER_ROWS_MAX, MEMORY_MAX, QUERY_TIME_MAX, SQL_BYTES_MAX};
+use crate::limits::{ANSWER_BYTES_MAX, ANSWER_ROWS_MAX, MEMORY_MAX, QUERY_TIME, SQL_BYTES_MAX};
 use crate::table::Table;
 
 /// Interval at which a cancelled query is interrupted until it ends.
@@ -45,21 +45,17 @@ const QUERY_ERRORS: [&str; 12] = [
 ];
 
 impl AnalyticsReader {
-    /// Runs one `SELECT`. It changes nothing, takes at most [`QUERY_TIME_MAX`] and returns at most
+    /// Runs one `SELECT`. It changes nothing, takes at most [`QUERY_TIME`] and returns at most
     /// [`ANSWER_ROWS_MAX`] rows and [`ANSWER_BYTES_MAX`] bytes.
     ///
     /// Dropping the future stops the query.
     pub async fn query(&self, sql: &str) -> Result<Table> {
-        self.query_with_permit(sql, ()).await
+        self.query_within(sql, QUERY_TIME, ()).await
     }
 
-    /// Like [`Self::query`]. `permit` is dropped when the query has ended, which may be after this future was
-    /// dropped; use it to limit concurrent queries.
-    pub async fn query_with_permit(&self, sql: &str, permit: impl Send + 'static) -> Result<Table> {
-        self.query_within(sql, QUERY_TIME_MAX, permit).await
-    }
-
-    async fn query_within(
+    /// Like [`Self::query`], with another time limit. `permit` is dropped when the query has ended, which may be after this
+    /// future was dropped; use it to limit concurrent queries.
+    pub async fn query_within(
         &self,
         sql: &str,
         limit: Duration,

@@ -37,15 +37,25 @@ pub async fn pages_of_issues_contain_each_issue_once(env: StoreTestEnv) -> TestR
     let mut expected: Vec<_> =
         env.record_all(&events).await?.iter().map(|one| one.issue_id).collect();
     expected.sort();
-    let mut filter = IssueFilter::default();
-    let mut listed = Vec::new();
-    loop {
-        let page = env.store.issues(&filter, 3).await?;
-        let Some(last) = page.last() else { break };
-        filter.after = Some(last.id);
-        listed.extend(page.iter().map(|issue| issue.id));
+    // With a filter that has an index, and with none.
+    for status in [None, Some(ProcessingStatus::Queued)] {
+        for newest_first in [false, true] {
+            let mut filter = IssueFilter { status, newest_first, ..IssueFilter::default() };
+            let mut listed = Vec::new();
+            loop {
+                let page = env.store.issues(&filter, 3).await?;
+                let Some(last) = page.last() else { break };
+                filter.after = Some(last.id);
+                listed.extend(page.iter().map(|issue| issue.id));
+            }
+            if newest_first {
+                listed.reverse();
+            }
+            assert_eq!(listed, expected, "{filter:?}");
+            assert_eq!(env.store.count_issues(&filter, 100).await?, expected.len());
+            assert_eq!(env.store.count_issues(&filter, 5).await?, 5, "counting ends at the limit");
+        }
     }
-    assert_eq!(listed, expected);
     Ok(())
 }
 
@@ -55,7 +65,9 @@ pub async fn issues_are_listed_by_status_and_quarantine(env: StoreTestEnv) -> Te
     env.claim(processing).await?;
     let quarantined = quarantine(&env, "3").await?;
     let list = async |filter: IssueFilter| -> TestResult<Vec<IssueId>> {
-        Ok(env.store.issues(&filter, 10).await?.iter().map(|issue| issue.id).collect())
+        let issues = env.store.issues(&filter, 10).await?;
+        assert_eq!(env.store.count_issues(&filter, 10).await?, issues.len(), "{filter:?}");
+        Ok(issues.iter().map(|issue| issue.id).collect())
     };
     for (status, expected) in [
         (ProcessingStatus::Queued, queued),
@@ -65,8 +77,11 @@ pub async fn issues_are_listed_by_status_and_quarantine(env: StoreTestEnv) -> Te
         let filter = IssueFilter { status: Some(status), ..IssueFilter::default() };
         assert_eq!(list(filter).await?, [expected]);
     }
-    let filter = IssueFilter { quarantined: Some(true), ..IssueFilter::default() };
-    assert_eq!(list(filter).await?, [quarantined]);
+    for newest_first in [false, true] {
+        let filter =
+            IssueFilter { quarantined: Some(true), newest_first, ..IssueFilter::default() };
+        assert_eq!(list(filter).await?, [quarantined]);
+    }
     let filter = IssueFilter { quarantined: Some(false), ..IssueFilter::default() };
     assert_eq!(list(filter).await?, [queued, processing]);
     for (text, expected) in [("ROKE", vec![quarantined]), ("b%n", vec![]), ("r_ken", vec![])] {
@@ -77,6 +92,17 @@ pub async fn issues_are_listed_by_status_and_quarantine(env: StoreTestEnv) -> Te
     assert_eq!(list(filter).await?, []);
     let filter = IssueFilter { integration: Some(INTEGRATION.into()), ..IssueFilter::default() };
     assert_eq!(list(filter).await?.len(), 3);
+
+    // Neither one that can be claimed nor one that is processed or quarantined waits.
+    let waiting = env.record("4", "4").await?.issue_id;
+    let (epoch, error) = (env.claim(waiting).await?.epoch, "refused".to_owned());
+    let then = AfterFailure::Retry { after: TTL };
+    env.store.fail(&[RunFailure { issue_id: waiting, epoch, error, then }], 5).await?;
+    for newest_first in [false, true] {
+        let filter = IssueFilter { waiting: true, newest_first, ..IssueFilter::default() };
+        assert_eq!(list(filter.clone()).await?, [waiting]);
+        assert_eq!(list(IssueFilter { error: Some("broken".into()), ..filter }).await?, []);
+    }
     Ok(())
 }
 
@@ -209,6 +235,14 @@ pub async fn the_backlog_is_counted(env: StoreTestEnv) -> TestResult {
     assert_eq!((backlog.queued, backlog.processing, backlog.quarantined), (1, 1, 1));
     assert_eq!((backlog.outbox_pending, backlog.outbox_dead), (2, 0));
     assert!(backlog.outbox_lag >= Duration::from_secs(100));
+    assert!(backlog.oldest_wait >= Duration::from_secs(100), "{:?}", backlog.oldest_wait);
+    // Neither a claimed nor a quarantined issue waits for a worker.
+    let queued = env.record("5", "5").await?.issue_id;
+    env.claim(env.record("1", "again").await?.issue_id).await?;
+    let backlog = env.second.backlog().await?;
+    assert!(backlog.queued == 1 && backlog.oldest_wait < Duration::from_secs(100));
+    env.claim(queued).await?;
+    assert_eq!(env.second.backlog().await?.oldest_wait, Duration::ZERO);
     Ok(())
 }
 

@@ -92,6 +92,7 @@ macro_rules! store_suite {
                 a_dead_reply_unblocks_later_replies,
                 a_dead_reply_can_be_retried,
                 the_facts_about_a_row_follow_its_state,
+                rows_are_listed_by_status_and_issue_in_both_directions,
                 a_retried_dead_reply_is_the_next_of_its_issue,
                 unsettled_deliveries_are_counted_until_an_operator_retries,
                 a_reply_of_a_dead_deliverer_is_redelivered_with_the_same_key,

@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::env::{StoreTestEnv, TTL, completion, event, options, reply, text_of, won};
 use crate::TestResult;
 use headwater_issue::{
-    DeliveryTarget, IssueError, NewEvent, NewOutboxRow, OutboxDelivery, OutboxFacts, OutboxId,
-    OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement, OutboxStatus, OutboxTake,
+    DeliveryTarget, IssueError, NewEvent, NewOutboxRow, OutboxDelivery, OutboxFacts, OutboxFilter,
+    OutboxId, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement, OutboxStatus, OutboxTake,
     RunCompletion, TargetState,
 };
 
@@ -131,6 +131,52 @@ pub async fn the_facts_about_a_row_follow_its_state(env: StoreTestEnv) -> TestRe
     assert_eq!(delivered.status, OutboxStatus::Delivered);
     assert!(delivered.delivered_at.is_some());
     assert!(env.store.outbox_facts(OutboxId(987_654)).await?.is_none());
+    Ok(())
+}
+
+pub async fn rows_are_listed_by_status_and_issue_in_both_directions(
+    env: StoreTestEnv,
+) -> TestResult {
+    // In the order of ids: delivered, dead, taken, waiting; then one of another issue, taken.
+    let issue = env.replied("1", &["a", "b", "c", "d"]).await?;
+    let a = take(&env).await?.remove(0);
+    settle_as(&env, &a, OutboxDelivery::Delivered).await?;
+    let b = take(&env).await?.remove(0);
+    settle_as(&env, &b, OutboxDelivery::Dead { error: "no such issue".into() }).await?;
+    let c = take(&env).await?.remove(0);
+    let other = env.replied("2", &["e"]).await?;
+    let e = take(&env).await?.remove(0);
+    let list = async |filter: OutboxFilter| -> TestResult<Vec<OutboxId>> {
+        let (mut filter, mut listed) = (filter, Vec::new());
+        loop {
+            let page = env.store.outbox_rows(&filter, 2).await?;
+            let Some(last) = page.last() else { return Ok(listed) };
+            filter.after = Some(last.id);
+            listed.extend(page.iter().map(|row| row.id));
+        }
+    };
+    let all = list(OutboxFilter::default()).await?;
+    assert_eq!(all.len(), 5);
+    let d = all[3];
+    assert_eq!(all, [a.id, b.id, c.id, d, e.id]);
+    let with = |status| OutboxFilter { status: Some(status), ..OutboxFilter::default() };
+    let of = |issue| OutboxFilter { issue: Some(issue), ..OutboxFilter::default() };
+    for (filter, expected) in [
+        (OutboxFilter::default(), all.clone()),
+        (with(OutboxStatus::Delivered), vec![a.id]),
+        (with(OutboxStatus::Dead), vec![b.id]),
+        (with(OutboxStatus::Taken), vec![c.id, e.id]),
+        (with(OutboxStatus::Waiting), vec![d]),
+        (with(OutboxStatus::Pending), vec![]),
+        (of(issue), vec![a.id, b.id, c.id, d]),
+        (of(other), vec![e.id]),
+        (OutboxFilter { status: Some(OutboxStatus::Taken), ..of(other) }, vec![e.id]),
+    ] {
+        assert_eq!(list(filter).await?, expected, "{filter:?}");
+        let mut reversed = list(OutboxFilter { newest_first: true, ..filter }).await?;
+        reversed.reverse();
+        assert_eq!(reversed, expected, "newest first: {filter:?}");
+    }
     Ok(())
 }
 

@@ -187,6 +187,35 @@ pub async fn a_blocked_read_on_several_slots_wakes_for_each_of_them(
     Ok(())
 }
 
+pub async fn a_stream_that_always_has_entries_delays_no_other(env: StreamTestEnv) -> TestResult {
+    let [busy, quiet, _] = three_streams(&env).await?;
+    let streams = [busy.clone(), quiet.clone()];
+    let mut reader = ann(&env).await?;
+    assert_eq!(reader.read(&streams, 1, ms(20)).await?, [], "there is nothing yet");
+    let (second, to) = (Arc::clone(&env.second), busy.clone());
+    let writer = tokio::spawn(async move {
+        sleep_ms(60).await;
+        second.append(&to, &numbers(1), KEEP).await
+    });
+    let woken = reader.read(&streams, 1, LONG).await?;
+    assert_eq!((&woken[0].stream, all_ids(&woken)), (&busy, writer.await??));
+
+    // The read of the other stream may still be blocked.
+    env.second.append(&busy, &numbers(200), KEEP).await?;
+    let ids = env.second.append(&quiet, &numbers(1), KEEP).await?;
+    let mut reads = 0;
+    loop {
+        let read = reader.read(&streams, 1, LONG).await?;
+        reads += 1;
+        if let Some(batch) = read.iter().find(|batch| batch.stream == quiet) {
+            assert_eq!(batch.entries[0].id, ids[0]);
+            break;
+        }
+        assert!(reads < 200, "the entry was read only when the busy stream was empty");
+    }
+    Ok(())
+}
+
 pub async fn a_stream_that_does_not_exist_yet_can_be_read(env: StreamTestEnv) -> TestResult {
     let streams = [env.stream("a"), env.stream_elsewhere("b")];
     let mut reader = ann(&env).await?;

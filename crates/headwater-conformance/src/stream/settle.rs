@@ -358,6 +358,31 @@ pub async fn a_settle_that_cannot_write_its_follow_up_changes_nothing(
     Ok(())
 }
 
+/// Whichever came first would create it, and the other one would fail.
+pub async fn a_settle_that_names_a_stream_and_a_delay_set_alike_changes_nothing(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
+    let name = env.stream("both");
+    let aside = SettleAction::Reschedule {
+        delays: headwater_stream::DelayName::new(name.as_str())?,
+        to: flow.stream.clone(),
+        due: DueTime::After(HOUR),
+        fields: numbered(1),
+    };
+    let append = append_to(&name, numbered(2));
+
+    for actions in [[aside.clone(), append.clone()], [append, aside]] {
+        let entries: Vec<Settlement> =
+            ids.iter().zip(actions).map(|(id, action)| Settlement { id: *id, action }).collect();
+        let answer = flow.settle("ann", &entries).await;
+        assert!(matches!(answer, Err(StreamError::Invalid { .. })), "found {answer:?}");
+        assert_eq!(flow.pending_ids().await?, ids);
+        assert_eq!(env.second.stats(&name).await?, None);
+    }
+    Ok(())
+}
+
 pub async fn a_follow_up_may_be_larger_than_an_entry(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(2).await?;
     let dead = env.stream("dead");

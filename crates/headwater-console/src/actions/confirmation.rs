@@ -26,7 +26,7 @@ pub(super) struct Confirmation {
     /// How many it touches, and their name for one and for many.
     pub(super) count: u64,
     pub(super) unit: (&'static str, &'static str),
-    /// Whether there may be more than `count`.
+    /// Whether there may be more than `count`; the title says so.
     pub(super) or_more: bool,
     pub(super) needed: ConsoleRole,
     /// Some of them.
@@ -68,7 +68,7 @@ impl Confirmation {
 
     /// Whether the form confirms exactly this.
     pub(super) fn is_given(&self, form: &FormFields) -> bool {
-        let is_same = form.get("confirm").parse() == Ok(self.count);
+        let is_same = confirmed(form) == Some(self.count);
         is_same && self.typed.as_ref().is_none_or(|name| form.get("typed") == name)
     }
 
@@ -76,10 +76,13 @@ impl Confirmation {
     pub(super) fn page(&self, screen: &Screen, form: &FormFields) -> Response {
         let what = counted(self.count, self.unit.0, self.unit.1);
         let label = format!("{} {what}", self.verb);
-        let title = if self.or_more { format!("{label} or more") } else { label.clone() };
+        let (title, mark) = match self.or_more {
+            true => (format!("{label} or more"), "+"),
+            false => (label.clone(), ""),
+        };
         let style = if self.is_destructive { ButtonStyle::Danger } else { ButtonStyle::Primary };
         // Shown again: something was sent that is not enough.
-        let confirmed: Option<u64> = form.get("confirm").parse().ok();
+        let confirmed = confirmed(form);
         let has_changed = confirmed.is_some_and(|confirmed| confirmed != self.count);
         let is_mistyped = confirmed.is_some() && !has_changed;
         let content = html! {
@@ -101,7 +104,7 @@ impl Confirmation {
                 }
                 form.stacked method="post" action=(screen.uri.path()) {
                     @for (name, value) in form.without(&OWN_FIELDS) { input type="hidden" name=(name) value=(value); }
-                    input type="hidden" name="confirm" value=(self.count);
+                    input type="hidden" name="confirm" value={ (self.count) (mark) };
                     @if let Some(name) = &self.typed {
                         label for="typed" { "Type " code { bdi { (visible(name)) } } " to confirm" }
                         input #typed name="typed" required autocomplete="off" maxlength="500";
@@ -120,6 +123,17 @@ impl Confirmation {
             content,
         })
     }
+}
+
+/// The number on the button that was pressed.
+fn confirmed(form: &FormFields) -> Option<u64> {
+    let confirmed = form.get("confirm");
+    confirmed.strip_suffix('+').unwrap_or(confirmed).parse().ok()
+}
+
+/// Whether the page said "or more". Where counting ends by time, the number is another one each time.
+pub(super) fn accepts_more(form: &FormFields) -> bool {
+    form.get("confirm").ends_with('+') && confirmed(form).is_some()
 }
 
 /// An example of a dead letter.
@@ -156,7 +170,7 @@ mod tests {
             back: String::new(),
         };
         let given = |query| confirmation.is_given(&FormFields::from_query(query));
-        assert!(given("confirm=3&typed=orders"));
+        assert!(given("confirm=3&typed=orders") && given("confirm=3%2B&typed=orders"));
         for wrong in [
             "",
             "confirm=3",
@@ -166,5 +180,7 @@ mod tests {
         ] {
             assert!(!given(wrong), "{wrong}");
         }
+        let more = |query| accepts_more(&FormFields::from_query(query));
+        assert!(more("confirm=3%2B") && !more("confirm=3") && !more("confirm=%2B") && !more(""));
     }
 }

@@ -3,9 +3,10 @@
 use axum::extract::Path;
 use axum::response::Response;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use super::confirmation::{Confirmation, EXAMPLES_MAX};
-use super::{BATCHES_MAX, done, done_with};
+use super::{WORK_TIME_MAX, done, done_in_part, done_with};
 use crate::api_client::Problem;
 use crate::form::FormFields;
 use crate::screen::Screen;
@@ -113,7 +114,12 @@ async fn change_issue(screen: &Screen, id: &str, verb: &str, code: &str) -> Resp
                 "queued" => code,
                 other => other,
             };
-            done(&format!("/console/issues/{}", encoded(id)), code)
+            // Back to the ticket of the issue, if the button was there.
+            let back = match screen.query.get("ticket") {
+                "" => format!("/console/issues/{}", encoded(id)),
+                ticket => format!("/console/tickets/{}", encoded(ticket)),
+            };
+            done(&back, code)
         }
         Err(error) => screen.failed("Issue", &error),
     }
@@ -137,15 +143,19 @@ pub(super) async fn retry_issues(screen: Screen, form: FormFields) -> Response {
 }
 
 async fn on_issues(screen: Screen, form: FormFields, action: IssueAction) -> Response {
-    let is_release = action == IssueAction::Release;
-    let state = if is_release { "quarantined=true" } else { "status=queued&quarantined=false" };
+    let deadline = Instant::now() + WORK_TIME_MAX;
+    // A queued issue that waits for nothing is about to be claimed.
+    let (state, selected) = match action {
+        IssueAction::Release => ("quarantined=true", "quarantined=true"),
+        IssueAction::Retry => ("status=queued&quarantined=false", "waiting=true"),
+    };
     let filter = form.query_of(&["integration", "error"]);
-    let path = format!("/issues?{state}&limit={COUNTED_MAX}&{filter}");
+    let path = format!("/issues?{selected}&limit={COUNTED_MAX}&{filter}");
     let page = match screen.api.get(&path).await {
         Ok(page) => page,
         Err(error) => return screen.failed("Issues", &error),
     };
-    let example = |issue: &&Value| {
+    let example = |issue: &Value| {
         format!(
             "{} · {} · {}",
             plain(&issue["id"]),
@@ -153,11 +163,7 @@ async fn on_issues(screen: Screen, form: FormFields, action: IssueAction) -> Res
             plain(&issue["last_error"])
         )
     };
-    // A queued issue that waits for nothing is about to be claimed.
-    let all: Vec<&Value> = items(&page, "issues")
-        .iter()
-        .filter(|issue| is_release || !issue["not_before"].is_null())
-        .collect();
+    let all = items(&page, "issues");
     let options = ["integration", "error"].into_iter().filter(|name| !form.get(name).is_empty());
     let of: String =
         options.map(|name| format!(" --{name} {}", shell_word(form.get(name)))).collect();
@@ -195,11 +201,12 @@ async fn on_issues(screen: Screen, form: FormFields, action: IssueAction) -> Res
         IssueAction::Release => ("/issues/release", "released", "released"),
         IssueAction::Retry => ("/issues/retry", "retried", "retried_all"),
     };
-    if !is_release {
+    if action == IssueAction::Retry {
         body["waiting"] = true.into();
     }
-    match in_batches(&screen, path, body, counter).await {
-        Ok(count) => done_with("/console/issues", code, count),
+    match in_batches(&screen, path, body, counter, deadline).await {
+        Ok((count, true)) => done_with("/console/issues", code, count),
+        Ok((count, false)) => done_in_part(&confirmation.back, code, count, None),
         Err(error) => screen.failed(verb, &error),
     }
 }
@@ -212,7 +219,10 @@ pub(super) async fn retry_reply(screen: Screen, Path(id): Path<String>) -> Respo
 }
 
 pub(super) async fn retry_replies(screen: Screen, form: FormFields) -> Response {
-    let page = match screen.api.get(&format!("/outbox/dead?limit={COUNTED_MAX}")).await {
+    let deadline = Instant::now() + WORK_TIME_MAX;
+    let issue = form.query_of(&["issue"]);
+    let path = format!("/outbox?status=dead&limit={COUNTED_MAX}&{issue}");
+    let page = match screen.api.get(&path).await {
         Ok(page) => page,
         Err(error) => return screen.failed("Dead replies", &error),
     };
@@ -233,33 +243,45 @@ pub(super) async fn retry_replies(screen: Screen, form: FormFields) -> Response 
         ],
         is_destructive: false,
         typed: None,
-        command: "headwater outbox retry --all --yes".to_owned(),
-        back: "/console/outbox".to_owned(),
+        command: match form.get("issue") {
+            "" => "headwater outbox retry --all --yes".to_owned(),
+            issue => format!("headwater outbox retry --all --issue {} --yes", shell_word(issue)),
+        },
+        back: match issue.as_str() {
+            "" => "/console/outbox".to_owned(),
+            filter => format!("/console/outbox?{filter}"),
+        },
     };
     if !confirmation.is_given(&form) {
         return confirmation.page(&screen, &form);
     }
-    match in_batches(&screen, "/outbox/retry", json!({}), "queued").await {
-        Ok(count) => done_with("/console/outbox", "queued", count),
+    // The list of the confirmation has refused what is no number.
+    let body = json!({"issue": form.get("issue").parse::<i64>().ok()});
+    match in_batches(&screen, "/outbox/retry", body, "queued", deadline).await {
+        Ok((count, true)) => done_with(&confirmation.back, "queued", count),
+        Ok((count, false)) => done_in_part(&confirmation.back, "queued", count, None),
         Err(error) => screen.failed("Retry", &error),
     }
 }
 
-/// Repeats a call until it has reached the end, and adds up how many it changed.
+/// Repeats a call until it has reached the end or the deadline. Returns how many it changed, and whether these are all.
 async fn in_batches(
     screen: &Screen,
     path: &str,
     mut body: Value,
     counter: &str,
-) -> Result<u64, Problem> {
+    deadline: Instant,
+) -> Result<(u64, bool), Problem> {
     let mut total = 0;
-    for _ in 0..BATCHES_MAX {
+    loop {
         let answer = screen.api.post(path, body.clone()).await?;
         total += answer[counter].as_u64().unwrap_or(0);
         body["cursor"] = answer["next_cursor"].clone();
         if body["cursor"].is_null() {
-            break;
+            return Ok((total, true));
+        }
+        if Instant::now() >= deadline {
+            return Ok((total, false));
         }
     }
-    Ok(total)
 }

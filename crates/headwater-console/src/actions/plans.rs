@@ -1,41 +1,83 @@
-//! Actions on replay plans: make one for a cause, pause, resume and cancel it.
+//! Actions on replay plans: make one for a cause or for the dead letters that match a filter, pause, resume and cancel it.
 
 use axum::extract::Path;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::confirmation::{Confirmation, left_out, letter_example};
+use super::confirmation::{Confirmation, accepts_more, left_out, letter_example};
 use super::done;
+use super::letters::{filter_of, list_of};
 use crate::form::FormFields;
 use crate::screen::Screen;
-use crate::text::{counted, encoded, field, items, plain, shell_word};
+use crate::text::{counted, encoded, items, plain, shell_word};
 use crate::user::ConsoleRole;
 
 pub(super) async fn create(screen: Screen, Path(key): Path<String>, form: FormFields) -> Response {
-    let dry_run = json!({"failure": key, "dry_run": true});
-    let tried = match screen.api.post("/plans", dry_run).await {
-        Ok(tried) => tried,
-        Err(error) => return screen.failed("Replay plan", &error),
-    };
-    let confirmation = Confirmation {
-        verb: "Plan the replay of",
-        count: tried["letters"].as_u64().unwrap_or(0),
-        unit: ("dead letter", "dead letters"),
-        or_more: tried["complete"] == false,
-        needed: ConsoleRole::Write,
-        examples: items(&tried, "examples").iter().map(letter_example).collect(),
-        consequences: consequences(&tried),
-        is_destructive: false,
-        typed: None,
+    let wanted = PlanRequest {
+        body: json!({"failure": key}),
         command: format!("headwater plan create --failure {}", shell_word(&key)),
         back: format!("/console/failures/{}", encoded(&key)),
     };
-    if !confirmation.is_given(&form) {
-        return confirmation.page(&screen, &form);
-    }
-    match screen.api.post("/plans", json!({"failure": key})).await {
-        Ok(plan) => done(&format!("/console/plans/{}", plain(&plan["id"])), "planned"),
-        Err(error) => screen.failed("Replay plan", &error),
+    wanted.create(screen, form).await
+}
+
+/// For the dead letters of a topic that match a filter.
+pub(super) async fn create_for_topic(
+    screen: Screen,
+    Path(topic): Path<String>,
+    form: FormFields,
+) -> Response {
+    let (mut body, words) = filter_of(&form);
+    body["topics"] = json!([topic]);
+    let options: String = words.iter().map(|words| format!(" {words}")).collect();
+    let wanted = PlanRequest {
+        body,
+        command: format!("headwater plan create {}{options}", shell_word(&topic)),
+        back: list_of(&topic, &form),
+    };
+    wanted.create(screen, form).await
+}
+
+/// A plan to be made.
+struct PlanRequest {
+    body: Value,
+    command: String,
+    /// The page to go back to.
+    back: String,
+}
+
+impl PlanRequest {
+    /// Makes it, after a confirmation.
+    async fn create(self, screen: Screen, form: FormFields) -> Response {
+        // Counting ends by time: the number of very many is another one each time, so they are not counted again.
+        if !accepts_more(&form) {
+            let mut dry_run = self.body.clone();
+            dry_run["dry_run"] = true.into();
+            let tried = match screen.api.post("/plans", dry_run).await {
+                Ok(tried) => tried,
+                Err(error) => return screen.failed("Replay plan", &error),
+            };
+            let confirmation = Confirmation {
+                verb: "Plan the replay of",
+                count: tried["letters"].as_u64().unwrap_or(0),
+                unit: ("dead letter", "dead letters"),
+                or_more: tried["complete"] == false,
+                needed: ConsoleRole::Write,
+                examples: items(&tried, "examples").iter().map(letter_example).collect(),
+                consequences: consequences(&tried),
+                is_destructive: false,
+                typed: None,
+                command: self.command,
+                back: self.back,
+            };
+            if !confirmation.is_given(&form) {
+                return confirmation.page(&screen, &form);
+            }
+        }
+        match screen.api.post("/plans", self.body).await {
+            Ok(plan) => done(&format!("/console/plans/{}", plain(&plan["id"])), "planned"),
+            Err(error) => screen.failed("Replay plan", &error),
+        }
     }
 }
 
@@ -44,8 +86,11 @@ fn consequences(tried: &Value) -> Vec<String> {
     let canary = steps.first().map_or(0, |step| step["letters"].as_u64().unwrap_or(0));
     let rates: Vec<String> = steps.iter().skip(1).map(|step| plain(&step["per_second"])).collect();
     let groups: Vec<String> = items(tried, "groups").iter().map(plain).collect();
-    let mut sentences = vec![
-        format!("Cause: {}", field(tried, "cause")),
+    let mut sentences = match tried["cause"].as_str() {
+        Some(cause) => vec![format!("Cause: {cause}")],
+        None => Vec::new(),
+    };
+    sentences.extend([
         format!(
             "{} are sent first. When all of them are settled, the rest follows with {} per second.",
             counted(canary, "letter", "letters"),
@@ -53,7 +98,7 @@ fn consequences(tried: &Value) -> Vec<String> {
         ),
         "The plan stops by itself when more than 5 % of a step fail again. It can be paused and cancelled."
             .to_owned(),
-    ];
+    ]);
     if !groups.is_empty() {
         sentences.push(format!("They are handled again by: {}.", groups.join(", ")));
     }

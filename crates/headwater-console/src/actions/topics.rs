@@ -178,6 +178,12 @@ pub(super) async fn trim(screen: Screen, Path(topic): Path<String>, form: FormFi
     }
 }
 
+/// A sentence about the groups of a topic; `None` if it has none, or they cannot be read.
+pub(super) async fn readers_of(screen: &Screen, topic: &str, what: &str) -> Option<String> {
+    let described = screen.api.get(&format!("/topics/{}", encoded(topic))).await.ok()?;
+    readers(&described, what)
+}
+
 /// A sentence about the groups of a topic, if it has any.
 fn readers(described: &Value, what: &str) -> Option<String> {
     let names: Vec<_> = items(described, "groups").iter().map(plain).collect();

@@ -6,10 +6,10 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    Tone, badge, count, empty, excerpt, facts, id, live, pager, problem, table,
+    Tone, badge, count, empty, excerpt, facts, id, live, or_last, pager, problem, table, time,
 };
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{counted, duration, encoded, field, items, number, plain, visible};
+use crate::text::{counted, duration, encoded, field, items, number, plain, shell_word, visible};
 
 /// Streams of a page: the grid shows all of them at once.
 const GRID_ROWS: usize = 200;
@@ -24,17 +24,26 @@ pub(crate) async fn choose(screen: Screen) -> Response {
         return Redirect::to(&format!("/console/assignment/{}", encoded(service))).into_response();
     }
     let filter = screen.query.query_of(&["topic", "cursor"]);
-    let grid = match screen.api.get(&format!("/assignment?{filter}")).await {
-        Err(error) => problem("The partitions", &error, &screen),
-        Ok(page) if items(&page, "groups").is_empty() => empty(
-            "No group reads a topic. Start one:",
-            Some("headwater consume TOPIC --group billing"),
-        ),
-        Ok(page) => html! {
-            @for group in items(&page, "groups") { (partition_grid(group)) }
+    let owners_path = format!("/assignment?{filter}");
+    let moves_path = format!("/assignment/moves?{}", screen.query.query_of(&["topic"]));
+    let (owners, moved) = tokio::join!(screen.api.get(&owners_path), screen.api.get(&moves_path));
+    let grid = or_last("The partitions", &owners, &screen, |page| {
+        let (groups, unread) = (items(page, "groups"), items(page, "unread_topics"));
+        if groups.is_empty() && unread.is_empty() {
+            return empty(
+                "No group reads a topic. Start one:",
+                Some("headwater consume TOPIC --group billing"),
+            );
+        }
+        html! {
+            @for topic in unread {
+                p { (id(&plain(topic))) " " (badge(Tone::Bad, "its server does not answer")) }
+            }
+            @for group in groups { (partition_grid(group)) }
             (pager(&screen, &["topic"], &page["next_cursor"]))
-        },
-    };
+        }
+    });
+    let moved = or_last("The moves", &moved, &screen, moves);
     let content = html! {
         form.filters.inline action="/console/assignment" {
             label for="topic" { "Topic" }
@@ -43,6 +52,8 @@ pub(crate) async fn choose(screen: Screen) -> Response {
         }
         h2 { "Partitions" }
         (live("partitions", &grid))
+        h2 { "Moves of the last hour" }
+        (live("moves", &moved))
         h2 { "Streams of a service" }
         p { "A service shares streams among its consumers, each with one owner at a time." }
         form.inline action="/console/assignment" {
@@ -58,6 +69,44 @@ pub(crate) async fn choose(screen: Screen) -> Response {
         command: "headwater group owners".to_owned(),
         content,
     })
+}
+
+/// Which partitions had a new owner.
+fn moves(page: &Value) -> Markup {
+    let moves = items(page, "moves");
+    let owner = |name: &Value| match name.as_str() {
+        Some(name) => excerpt(name),
+        None => html! { span.quiet { "no owner" } },
+    };
+    html! {
+        @if moves.is_empty() {
+            p { "No partition has a new owner." }
+        } @else {
+            (table("Moves of the last hour", &["When", "Group", "Partition", "From", "To", "Epoch"], &html! {
+                @for one in moves {
+                    @let (topic, group) = (field(one, "topic"), field(one, "group"));
+                    tr data-key={ (topic) "/" (group) "/" (plain(&one["partition"])) "/" (plain(&one["epoch"])) } {
+                        td { (time(&one["at"])) }
+                        th scope="row" {
+                            a href={ "/console/topics/" (encoded(topic)) "/groups/" (encoded(group)) } { bdi { (visible(topic)) " / " (visible(group)) } }
+                        }
+                        td { (plain(&one["partition"])) }
+                        td { (owner(&one["from"])) }
+                        td { (owner(&one["to"])) }
+                        td.count { (plain(&one["epoch"])) }
+                    }
+                }
+            }))
+        }
+        p.quiet {
+            @match page["since"].as_str() {
+                Some(_) => { "This process looks every ten seconds, since " (time(&page["since"])) ". " },
+                None => "This process has not looked yet. ",
+            }
+            @if page["complete"] == false { "Not all groups or moves are shown. " }
+            code { "headwater group moves" }
+        }
+    }
 }
 
 /// The partitions of a group, coloured by owner.
@@ -98,10 +147,11 @@ fn cell(partition: &Value, color: &impl Fn(&str) -> Option<String>, is_shared: b
     let owner = partition["owner"].as_str();
     let waits = partition["lag"].as_u64().is_none_or(|lag| lag > 0)
         || partition["pending"].as_u64().unwrap_or(0) > 0;
-    let is_orphan = owner.is_none() && waits && !is_shared;
+    let is_unread = partition["problem"].is_string();
+    let is_orphan = owner.is_none() && waits && !is_shared && !is_unread;
     let class = match owner {
         Some(owner) => color(owner),
-        None => is_orphan.then(|| "orphan".to_owned()),
+        None => (is_orphan || is_unread).then(|| "orphan".to_owned()),
     };
     let lag = partition["lag"].as_u64().map_or("unknown".to_owned(), number);
     html! {
@@ -111,12 +161,13 @@ fn cell(partition: &Value, color: &impl Fn(&str) -> Option<String>, is_shared: b
                 (Some(owner), left) => {
                     span.visually-hidden { "owner " (excerpt(owner)) ", lease " }
                     (left.map_or("–".to_owned(), duration))
-                    span.visually-hidden { " left, moved " (plain(&partition["epoch"])) " times so far" }
+                    span.visually-hidden { " left, epoch " (plain(&partition["epoch"])) }
                 }
+                (None, _) if is_unread => "its server does not answer",
                 (None, _) if is_orphan => "no owner",
                 (None, _) => span.quiet { "free" },
             }
-            @if waits { div { "lag " (lag) } }
+            @if waits && !is_unread { div { "lag " (lag) } }
         }
     }
 }
@@ -134,7 +185,7 @@ pub(crate) async fn show(screen: Screen, Path(service): Path<String>) -> Respons
         @match &streams {
             Err(error) => (problem("The streams", error, &screen)),
             Ok(page) if items(page, "streams").is_empty() => {
-                (empty("The service has no streams. Add one:", Some(&format!("headwater assign add {service} STREAM"))))
+                (empty("The service has no streams. Add one:", Some(&format!("headwater assign add {} STREAM", shell_word(&service)))))
             }
             Ok(page) => {
                 h2 { "Owners" }
@@ -148,7 +199,7 @@ pub(crate) async fn show(screen: Screen, Path(service): Path<String>) -> Respons
         }
     };
     screen.page(ScreenContent {
-        command: format!("headwater assign list {service}"),
+        command: format!("headwater assign list {}", shell_word(&service)),
         title: service,
         path: vec![("Assignment".to_owned(), "/console/assignment".to_owned())],
         content: live("assignment", &content),
@@ -209,5 +260,47 @@ fn row(stream: &Value) -> Markup {
             td { (stream["remaining_ms"].as_u64().map_or("–".to_owned(), duration)) }
             td { (plain(&stream["owners"])) }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn group(orphans: u64, skew: u64) -> Value {
+        json!({
+            "topic": "orders", "group": "billing", "mode": "exclusive", "orphans": orphans, "skew": skew,
+            "members": [{"member": "a", "partitions": 3}, {"member": "b", "partitions": 1}],
+            "partitions": [
+                {"partition": 0, "owner": "b", "remaining_ms": 9000, "epoch": 2, "lag": 3, "pending": 0},
+                {"partition": 1, "owner": null, "lag": 5, "pending": 0},
+                {"partition": 2, "owner": null, "lag": 0, "pending": 0},
+            ],
+        })
+    }
+
+    #[test]
+    fn partitions_without_an_owner_and_uneven_shares_are_marked() {
+        let shown = partition_grid(&group(1, 2)).into_string();
+        assert!(shown.contains("1 partition waits without an owner"), "{shown}");
+        assert!(shown.contains("shared unevenly, by 2"), "{shown}");
+        // A partition without work needs no owner.
+        assert_eq!(shown.matches("no owner").count(), 1, "{shown}");
+        assert!(shown.contains("<li class=\"orphan\" data-key=\"1\">"), "{shown}");
+        assert!(shown.contains("<li class=\"owner-1\" data-key=\"0\">"), "{shown}");
+        assert_eq!(shown.matches(">free<").count(), 1, "{shown}");
+
+        let shown = partition_grid(&group(0, 1)).into_string();
+        assert!(!shown.contains("without an owner") && !shown.contains("unevenly"), "{shown}");
+    }
+
+    #[test]
+    fn a_group_whose_members_read_everything_has_no_orphans() {
+        let mut shared = group(0, 0);
+        shared["mode"] = "shared".into();
+        let shown = partition_grid(&shared).into_string();
+        assert!(!shown.contains("orphan") && shown.contains("every member reads all"), "{shown}");
     }
 }

@@ -13,6 +13,15 @@ use crate::screen::{Screen, ScreenContent};
 use crate::text::{field, items, plain};
 use crate::user::ConsoleRole;
 
+/// States and their names.
+const STATUSES: [(&str, &str); 5] = [
+    ("", "Pending"),
+    ("approved", "Approved"),
+    ("rejected", "Rejected"),
+    ("outdated", "Outdated"),
+    ("note", "Notes"),
+];
+
 /// Rows of a page; each may hold 64 KiB.
 const DRAFT_ROWS: usize = 20;
 
@@ -32,21 +41,17 @@ pub(crate) async fn list(screen: Screen) -> Response {
             (pager(&screen, &["status"], &page["next_cursor"]))
         },
     };
-    let statuses = [
-        ("", "Pending"),
-        ("approved", "Approved"),
-        ("rejected", "Rejected"),
-        ("outdated", "Outdated"),
-        ("note", "Notes"),
-    ];
     let content = html! {
-        div.filters { (choices(&screen, "status", &statuses)) }
+        div.filters { (choices(&screen, "status", &STATUSES)) }
         (rows)
     };
+    // The command accepts no others.
+    let is_known = STATUSES.iter().any(|(known, _)| *known == screen.query.get("status"));
+    let option = if is_known { format!(" --status {status}") } else { String::new() };
     screen.page(ScreenContent {
         title: "Drafts".to_owned(),
         path: Vec::new(),
-        command: format!("headwater draft list --status {status}"),
+        command: format!("headwater draft list{option}"),
         content,
     })
 }

@@ -1,8 +1,7 @@
 //! Failures: dead letters, quarantined issues and dead replies in one place, grouped by cause.
 
 use axum::extract::Path;
-use axum::http::header;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use maud::{Markup, html};
 use serde_json::Value;
 
@@ -56,7 +55,12 @@ fn sources(found: &Value) -> Markup {
                         (badge(Tone::Bad, "not read")) " " (reason)
                     } @else {
                         (counted(source["read"].as_u64().unwrap_or(0), "failure read", "failures read"))
-                        @if source["complete"] == false { ", the newest ones; there are more" }
+                        @let unread: Vec<String> = items(source, "unread").iter().map(plain).collect();
+                        @if !unread.is_empty() {
+                            "; " (badge(Tone::Bad, "not read")) " "
+                            (if unread.len() == 1 { "topic " } else { "topics " }) (unread.join(", "))
+                            ": no answer; what was read before is shown"
+                        } @else if source["complete"] == false { ", the newest ones; there are more" }
                     }
                 }
             }
@@ -70,13 +74,19 @@ fn row(cluster: &Value) -> Markup {
         tr data-key=(key) {
             th scope="row" { a href={ "/console/failures/" (encoded(key)) } { (excerpt(field(cluster, "cause"))) } }
             td { (kind(cluster)) " " (id(field(cluster, "place"))) }
-            td.count { (number(cluster["count"].as_u64().unwrap_or(0))) }
+            td.count { (total(cluster)) }
             td.count { (number(cluster["keys"].as_u64().unwrap_or(0))) }
             td { (time(&cluster["first"])) }
             td { (time(&cluster["last"])) }
             td { (curve(cluster)) }
         }
     }
+}
+
+/// How many failures a cause has; "+" if there may be more.
+fn total(cluster: &Value) -> String {
+    let more = if cluster["complete"] == false { "+" } else { "" };
+    number(cluster["count"].as_u64().unwrap_or(0)) + more
 }
 
 /// How the failures of a cause are spread over the time from the first to the last.
@@ -91,13 +101,13 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
         Ok(cluster) => cluster,
         Err(error) => return screen.failed("Cause", &error),
     };
-    let total = cluster["count"].as_u64().unwrap_or(0);
+    let count = cluster["count"].as_u64().unwrap_or(0);
     let (verb, one, many) = match field(&cluster, "kind") {
         "dead_letter" => ("Replay", "dead letter", "dead letters"),
         "issue" => ("Release", "issue", "issues"),
         _ => ("Retry", "reply", "replies"),
     };
-    let label = format!("{verb} {}…", counted(total, one, many));
+    let label = format!("{verb} {}…", counted(count, one, many));
     let act = format!("/console/do/failures/{}/retry", encoded(&key));
     let plan = format!("/console/do/failures/{}/plan", encoded(&key));
     let purge = format!("/console/do/failures/{}/purge", encoded(&key));
@@ -109,19 +119,26 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
         (facts(&[
             ("Kind", html! { (kind(&cluster)) }),
             ("Where", id(field(&cluster, "place"))),
-            ("Count", html! { (number(total)) }),
+            ("Count", html! { (total(&cluster)) }),
             ("Keys", html! { (plain(&cluster["keys"])) }),
             ("First", time(&cluster["first"])),
             ("Last", time(&cluster["last"])),
             ("When", curve(&cluster)),
         ]))
+        @if cluster["complete"] == false {
+            p {
+                "Not all failures were read, only "
+                @if is_of_letters { "the newest dead letters of the topic: a replay plan takes all of this cause." }
+                @else { "so many; there may be more of this cause." }
+            }
+        }
         div.buttons {
             @if is_of_letters {
                 (action(&screen.user, ConsoleRole::Write, (&plan, "Replay plan…", ButtonStyle::Primary), &[]))
             }
             (action(&screen.user, ConsoleRole::Write, (&act, &label, style), &[]))
             @if is_of_letters {
-                (action(&screen.user, ConsoleRole::Admin, (&purge, &format!("Purge {}…", counted(total, one, many)), ButtonStyle::Danger), &[]))
+                (action(&screen.user, ConsoleRole::Admin, (&purge, &format!("Purge {}…", counted(count, one, many)), ButtonStyle::Danger), &[]))
             }
             a.button href={ "/console/failures/" (encoded(&key)) "/failures.json" } download { "Export" }
         }
@@ -141,18 +158,7 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
 /// One cause with the ids of all its failures, as a file.
 pub(crate) async fn export(screen: Screen, Path(key): Path<String>) -> Response {
     let path = format!("/failures/{}?ids=true", encoded(&key));
-    match screen.api.get_text(&path).await {
-        Err(error) => screen.failed("Cause", &error),
-        Ok(json) => {
-            let headers = [
-                (header::CONTENT_TYPE, "application/json"),
-                (header::CONTENT_DISPOSITION, "attachment; filename=\"failures.json\""),
-                (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
-                (header::CACHE_CONTROL, "no-store"),
-            ];
-            (headers, json).into_response()
-        }
-    }
+    screen.download("Cause", &path, ("application/json", "failures.json")).await
 }
 
 fn sample_row(cluster: &Value, sample: &Value) -> Markup {
@@ -166,7 +172,7 @@ fn sample_row(cluster: &Value, sample: &Value) -> Markup {
             )
         }
         "issue" => format!("/console/issues/{}", encoded(entry)),
-        _ => "/console/outbox".to_owned(),
+        _ => format!("/console/outbox/{}", encoded(entry)),
     };
     html! {
         tr data-key=(entry) {

@@ -6,25 +6,34 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    ButtonStyle, Tone, badge, button, count, empty, excerpt, facts, id, live, table,
+    ButtonStyle, Tone, badge, banner, button, count, empty, excerpt, facts, id, live, table,
 };
 use crate::screen::{Screen, ScreenContent};
-use crate::screens::issues::why_panel;
-use crate::text::{duration, encoded, field, items, number, plain, shell_word};
+use crate::screens::history::{self, HOUR};
+use crate::screens::known_or_last;
+use crate::screens::why::{WhySubject, why_panel};
+use crate::text::{counted, duration, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
 pub(crate) async fn show(screen: Screen, Path((topic, group)): Path<(String, String)>) -> Response {
     let path = format!("/topics/{}/groups/{}", encoded(&topic), encoded(&group));
     let why = format!("{path}/why");
-    let (described, why) = tokio::join!(screen.api.get(&path), screen.api.get(&why));
-    let described = match described {
-        Ok(described) => described,
+    let of_group = format!("topic={}&group={}", encoded(&topic), encoded(&group));
+    let (described, why, history) = tokio::join!(
+        screen.api.get(&path),
+        screen.api.get(&why),
+        history::read(&screen, &of_group, HOUR)
+    );
+    let (described, is_last) = match known_or_last(&screen, "group", described) {
+        Ok(known) => known,
         Err(error) => return screen.failed("Group", &error),
     };
     let action = format!("/console/do{path}");
     let content = html! {
-        (live("why", &why_panel(&screen, &why)))
-        (live("group", &group_state(&described)))
+        (live("why", &why_panel(&screen, WhySubject::Group, &why)))
+        (live("group", &html! { (is_last) (group_state(&described)) }))
+        h2 { "The last hour" }
+        (live("charts", &history::charts(&screen, &history, history::topic_charts)))
         h2 { "Move the group" }
         form.inline method="post" action={ (action) "/reset" } {
             label for="to" { "Position" }
@@ -48,7 +57,15 @@ pub(crate) async fn show(screen: Screen, Path((topic, group)): Path<(String, Str
 }
 
 fn group_state(group: &Value) -> Markup {
+    let unread = items(group, "unread_partitions").len() as u64;
     html! {
+        @if unread > 0 {
+            (banner(Tone::Bad, &html! {
+                p {
+                    (counted(unread, "partition is", "partitions are")) " on a server of the stream backend that does not answer. The numbers lack what waits there."
+                }
+            }))
+        }
         (facts(&[
             ("Lag", html! { (group["lag"].as_u64().map_or("unknown".to_owned(), number)) }),
             ("Pending", html! { (plain(&group["pending"])) }),
@@ -70,9 +87,24 @@ fn group_state(group: &Value) -> Markup {
             }))
         }
         h2 { "Partitions" }
-        (table("Partitions", &["Partition", "Lag", "Pending", "Owner", "Epoch", "Lease left", "Last delivered"], &html! {
+        (table("Partitions", &["Partition", "Lag", "Pending", "Oldest pending", "Owner", "Epoch", "Lease left", "Last delivered"], &html! {
             @for partition in items(group, "partitions") { (partition_row(partition)) }
         }))
+    }
+}
+
+/// How old the oldest pending message is, and how often it was delivered.
+fn oldest_pending(oldest: &Value) -> Markup {
+    let deliveries = oldest["deliveries"].as_u64().unwrap_or(0);
+    html! {
+        @match oldest["age_ms"].as_u64() {
+            None => span.quiet { "–" },
+            Some(age) => {
+                span title=(field(oldest, "id")) { (duration(age)) }
+                @if deliveries > 1 { " " (badge(Tone::Warning, &format!("delivered {deliveries} times"))) }
+                @else if oldest["idle_ms"].is_null() { " " (badge(Tone::Neutral, "released")) }
+            }
+        }
     }
 }
 
@@ -83,7 +115,12 @@ fn partition_row(partition: &Value) -> Markup {
             th scope="row" { (plain(&partition["partition"])) }
             (count(&partition["lag"]))
             (count(&partition["pending"]))
-            td { @if owner.is_null() { (badge(Tone::Neutral, "no owner")) } @else { (excerpt(field(owner, "holder"))) } }
+            td { (oldest_pending(&partition["oldest_pending"])) }
+            td {
+                @if partition["problem"].is_string() { (badge(Tone::Bad, "its server does not answer")) }
+                @else if owner.is_null() { (badge(Tone::Neutral, "no owner")) }
+                @else { (excerpt(field(owner, "holder"))) }
+            }
             (count(&owner["epoch"]))
             td { @match owner["remaining_ms"].as_u64() { Some(left) => (duration(left)), None => "–" } }
             td { (id(&plain(&partition["last_delivered"]))) }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::api_client::Problem;
 use crate::components::{Tone, badge, banner, empty, excerpt, facts, id, problem, table};
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{counted, encoded, field, items, number, plain};
+use crate::text::{counted, encoded, field, items, number, plain, shell_word};
 
 /// Rows of a result that are shown.
 const RESULT_ROWS: usize = 1000;
@@ -46,7 +46,7 @@ pub(crate) async fn reports(screen: Screen) -> Response {
 
 pub(crate) async fn report(screen: Screen, Path(name): Path<String>) -> Response {
     let path = format!("/reports/{}", encoded(&name));
-    let (all, result) = tokio::join!(screen.api.get("/reports"), screen.api.get(&path));
+    let (result, all) = tokio::join!(screen.api.get(&path), screen.api.get("/reports"));
     let known = all.ok().and_then(|all| {
         items(&all, "reports").iter().find(|report| field(report, "name") == name).cloned()
     });
@@ -64,7 +64,7 @@ pub(crate) async fn report(screen: Screen, Path(name): Path<String>) -> Response
     screen.page(ScreenContent {
         title,
         path: vec![("Reports".to_owned(), "/console/reports".to_owned())],
-        command: format!("headwater report {name}"),
+        command: format!("headwater report {}", shell_word(&name)),
         content,
     })
 }
@@ -74,17 +74,24 @@ pub(crate) async fn report_file(
     screen: Screen,
     Path((name, file)): Path<(String, String)>,
 ) -> Response {
-    let (format, kind) = match file.as_str() {
-        "chart.svg" => ("svg", "image/svg+xml"),
-        "data.csv" => ("csv", "text/csv; charset=utf-8"),
+    let format = match file.as_str() {
+        "chart.svg" => "svg",
+        "data.csv" => "csv",
         _ => {
             let status = axum::http::StatusCode::NOT_FOUND;
             return screen
                 .failed("File", &Problem::new(status, "not_found", "there is no such file"));
         }
     };
-    match screen.api.get_text(&format!("/reports/{}?format={format}", encoded(&name))).await {
-        Err(error) => screen.failed("Report", &error),
+    let path = format!("/reports/{}?format={format}", encoded(&name));
+    result_file(&screen, "Report", &path, format).await
+}
+
+/// A result as `csv` or `svg`.
+async fn result_file(screen: &Screen, what: &str, path: &str, format: &str) -> Response {
+    let kind = if format == "svg" { "image/svg+xml" } else { "text/csv; charset=utf-8" };
+    match screen.api.get_text(path).await {
+        Err(error) => screen.failed(what, &error),
         // An image cannot run scripts, opened as a page neither.
         Ok(text) => {
             let headers = [
@@ -118,18 +125,39 @@ fn result_table(label: &str, found: &Value) -> Markup {
     }
 }
 
+/// The result of a query with its chart, if it has one.
+fn sql_result(path: &str, found: &Value) -> Markup {
+    let rows = items(found, "rows").len() as u64;
+    html! {
+        @if found["has_chart"] == true {
+            p { img.chart src={ "/console" (path) "&format=svg" } alt="Chart; the table below has its data"; }
+        }
+        (result_table("Result", found))
+        p {
+            a.button href={ "/console" (path) "&format=csv" } download="result.csv" { "Download CSV" }
+            @if found["is_cut"] == true { " " span.quiet { "The result is cut: the file has the first " (counted(rows, "row", "rows")) "." } }
+        }
+    }
+}
+
+/// A query and its result; with `format`, the result as a file.
 pub(crate) async fn sql(screen: Screen) -> Response {
     let query = screen.query.get("query").to_owned();
+    let path = format!("/sql?query={}", encoded(query.trim()));
+    let format = screen.query.get("format");
+    if matches!(format, "csv" | "svg") {
+        return result_file(&screen, "Result", &format!("{path}&format={format}"), format).await;
+    }
     let result = match query.trim() {
         "" => {
             html! { p.quiet { "One SELECT in the DuckDB dialect. Nothing can be changed here." } }
         }
-        text => match screen.api.get(&format!("/sql?query={}", encoded(text))).await {
+        _ => match screen.api.get(&path).await {
             Err(error) if error.status == axum::http::StatusCode::BAD_REQUEST => {
                 banner(Tone::Bad, &html! { p { (excerpt_long(&error.message)) } })
             }
             Err(error) => unavailable("The result", &error, &screen),
-            Ok(found) => result_table("Result", &found),
+            Ok(found) => sql_result(&path, &found),
         },
     };
     let content = html! {
@@ -143,7 +171,10 @@ pub(crate) async fn sql(screen: Screen) -> Response {
     screen.page(ScreenContent {
         title: "SQL".to_owned(),
         path: Vec::new(),
-        command: "headwater sql 'SELECT …'".to_owned(),
+        command: match query.trim() {
+            "" => "headwater sql 'SELECT …'".to_owned(),
+            query => format!("headwater sql {}", shell_word(query)),
+        },
         content,
     })
 }

@@ -5,26 +5,29 @@ use axum::response::Response;
 use maud::{Markup, html};
 use serde_json::Value;
 
-use crate::api_client::Part;
 use crate::components::{
-    ButtonStyle, Tone, action, badge, block, choices, count, empty, excerpt, facts, id, json_block,
-    live, pager, problem, table, time,
+    ButtonStyle, ListOrder, Tone, action, badge, block, choices, count, empty, excerpt, facts, id,
+    json_block, live, matching, pager, problem, table_with_order, time,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
 use crate::screens::runs::RunsPart;
-use crate::text::{counted, encoded, field, items, plain, shell_word};
+use crate::screens::why::{WhySubject, why_panel};
+use crate::text::{encoded, field, items, plain, shell_word};
 use crate::user::ConsoleRole;
 
-const FILTER: [&str; 4] = ["status", "quarantined", "integration", "error"];
+const FILTER: [&str; 5] = ["status", "quarantined", "integration", "error", "newest_first"];
 
 /// Events on a page; each may hold a megabyte.
 const EVENTS: usize = 20;
 
 pub(crate) async fn list(screen: Screen) -> Response {
-    let filter =
-        screen.query.query_of(&["status", "quarantined", "integration", "error", "cursor"]);
-    let content = match screen.api.get(&format!("/issues?limit={ROWS}&{filter}")).await {
+    let filter = screen.query.query_of(&[&FILTER[..], &["cursor"]].concat());
+    let order = ListOrder::of(&screen, "Issue", ("newest_first", true), &FILTER);
+    // A text in the error has no index: counting would read all issues. Further pages have the count of the first.
+    let count = screen.query.get("error").is_empty() && screen.query.get("cursor").is_empty();
+    let path = format!("/issues?limit={ROWS}&count={count}&{filter}");
+    let content = match screen.api.get(&path).await {
         Err(error) => problem("The list of issues", &error, &screen),
         Ok(page) if items(&page, "issues").is_empty() => empty(
             "No issue matches. An issue is created by its first event: a webhook or a ticket.",
@@ -34,7 +37,8 @@ pub(crate) async fn list(screen: Screen) -> Response {
             let head =
                 ["Issue", "Status", "Source", "Pending", "Attempts", "Last error", "Updated"];
             html! {
-                (table("Issues", &head, &html! { @for issue in items(&page, "issues") { (row(issue)) } }))
+                (table_with_order("Issues", &head, Some(&order), &html! { @for issue in items(&page, "issues") { (row(issue)) } }))
+                (matching(&page, "issue matches", "issues match"))
                 (pager(&screen, &FILTER, &page["next_cursor"]))
             }
         }
@@ -50,7 +54,10 @@ pub(crate) async fn list(screen: Screen) -> Response {
     if is_quarantined {
         command += " --quarantined";
     }
-    let matching = [("integration", integration), ("error", error)];
+    if screen.query.get("newest_first") == "true" {
+        command += " --newest-first";
+    }
+    let selected = [("integration", integration), ("error", error)];
     let states =
         [("", "All"), ("queued", "Queued"), ("processing", "Processing"), ("idle", "Idle")];
     let content = html! {
@@ -62,15 +69,15 @@ pub(crate) async fn list(screen: Screen) -> Response {
                 input #integration name="integration" value=(integration) maxlength="200";
                 label for="error" { "Error contains" }
                 input #error name="error" value=(error) maxlength="200";
-                @for name in ["status", "quarantined"] {
+                @for name in ["status", "quarantined", "newest_first"] {
                     @if !screen.query.get(name).is_empty() { input type="hidden" name=(name) value=(screen.query.get(name)); }
                 }
                 button.button type="submit" { "Filter" }
             }
             @if is_quarantined {
-                (action(&screen.user, ConsoleRole::Write, ("/console/do/issues/release", "Release all that match…", ButtonStyle::Plain), &matching))
+                (action(&screen.user, ConsoleRole::Write, ("/console/do/issues/release", "Release all that match…", ButtonStyle::Plain), &selected))
             } @else {
-                (action(&screen.user, ConsoleRole::Write, ("/console/do/issues/retry", "Retry all that wait…", ButtonStyle::Plain), &matching))
+                (action(&screen.user, ConsoleRole::Write, ("/console/do/issues/retry", "Retry all that wait…", ButtonStyle::Plain), &selected))
             }
         }
         (live("issues", &content))
@@ -140,7 +147,7 @@ pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response
     let content = html! {
         div.columns {
             section.wide {
-                (live("why", &why_panel(&screen, &why)))
+                (live("why", &why_panel(&screen, WhySubject::Issue, &why)))
                 h2 { "Timeline" }
                 (live("runs", &runs.list(&screen)))
                 (older_runs(&screen, &before, runs.next()))
@@ -225,33 +232,4 @@ fn state(screen: &Screen, issue: &Value) -> Markup {
         }
         @if let Some(error) = issue["last_error"].as_str() { h3 { "Last error" } (block(error)) }
     }
-}
-
-/// Why an issue is or is not being processed.
-pub(crate) fn why_panel(screen: &Screen, why: &Part) -> Markup {
-    match why {
-        Err(error) if error.is_not_found() => html! {},
-        Err(error) => problem("Why it waits", error, screen),
-        Ok(why) => html! {
-            section.why {
-                h2 { "Why" }
-                p { (excerpt_sentence(field(why, "sentence"))) }
-                @if let Some(steps) = why["steps"].as_array().filter(|steps| !steps.is_empty()) {
-                    details {
-                        summary { "The facts" }
-                        dl.facts {
-                            @for step in steps { div { dt { (excerpt(&field(step, "step").replace('_', " "))) } dd { (excerpt_sentence(field(step, "found"))) } } }
-                        }
-                    }
-                }
-                @if let Some(pending) = why["pending_events"].as_u64().filter(|pending| *pending > 0) {
-                    p.quiet { (counted(pending, "pending event", "pending events")) }
-                }
-            }
-        },
-    }
-}
-
-fn excerpt_sentence(sentence: &str) -> Markup {
-    html! { bdi { (crate::text::visible(crate::text::cut(sentence, 1000).0)) } }
 }

@@ -6,14 +6,18 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    ButtonStyle, action, block, button, count, empty, excerpt, facts, id, live, pager, payload,
-    problem, table, time,
+    ButtonStyle, ListOrder, action, block, button, count, empty, excerpt, facts, id, live, pager,
+    payload, problem, table_with_order, time,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
 use crate::screens::messages::named_values;
 use crate::text::{encoded, field, items, plain, shell_word};
 use crate::user::ConsoleRole;
+
+/// What may have removed a dead letter.
+const GONE: &str =
+    "dead letters are kept until they are replayed or purged, or their topic is deleted";
 
 /// Names of the filter.
 pub(crate) const FILTER: [&str; 5] = ["reason", "key", "partition", "from", "to"];
@@ -26,9 +30,14 @@ fn path_of(topic: &str) -> Vec<(String, String)> {
 }
 
 pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response {
-    let filter = screen.query.query_of(&["reason", "key", "partition", "from", "to", "cursor"]);
-    let path =
-        format!("/topics/{}/dead-letters?newest_first=true&limit={ROWS}&{filter}", encoded(&topic));
+    let filter = screen.query.query_of(&[&FILTER[..], &["cursor"]].concat());
+    let keep = [&FILTER[..], &["oldest_first"]].concat();
+    let newest_first = screen.query.get("oldest_first") != "true";
+    let path = format!(
+        "/topics/{}/dead-letters?newest_first={newest_first}&limit={ROWS}&{filter}",
+        encoded(&topic)
+    );
+    let order = ListOrder::of(&screen, "Dead letter", ("oldest_first", false), &keep);
     let address = format!("/console/topics/{}/dead-letters", encoded(&topic));
     let act = address.replacen("/console/", "/console/do/", 1);
     let found = screen.api.get(&path).await;
@@ -40,8 +49,8 @@ pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response 
             None,
         ),
         Ok(page) => html! {
-            (selection(&screen, &act, &address, page))
-            (pager(&screen, &FILTER, &page["next_cursor"]))
+            (selection(&screen, &act, &address, page, &order))
+            (pager(&screen, &keep, &page["next_cursor"]))
         },
     };
     let content = html! {
@@ -60,7 +69,10 @@ pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response 
         }
         (content)
     };
-    let mut command = format!("headwater dlq list {} --newest-first", shell_word(&topic));
+    let mut command = format!("headwater dlq list {}", shell_word(&topic));
+    if newest_first {
+        command += " --newest-first";
+    }
     for name in FILTER.iter().filter(|name| !screen.query.get(name).is_empty()) {
         command += &format!(" --{name} {}", shell_word(screen.query.get(name)));
     }
@@ -73,7 +85,7 @@ pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response 
 }
 
 /// The rows with boxes to select them, and what can be done with those selected or with all that match.
-fn selection(screen: &Screen, act: &str, address: &str, page: &Value) -> Markup {
+fn selection(screen: &Screen, act: &str, address: &str, page: &Value, order: &ListOrder) -> Markup {
     let (write, admin) = (ConsoleRole::Write, ConsoleRole::Admin);
     let mut filter: Vec<(&str, &str)> =
         FILTER.iter().map(|name| (*name, screen.query.get(name))).collect();
@@ -81,17 +93,20 @@ fn selection(screen: &Screen, act: &str, address: &str, page: &Value) -> Markup 
     filter.push(("select", "matching"));
     html! {
         form #selected method="post" action={ (act) "/replay" } {
-            (table("Dead letters", &["Selected", "Dead letter", "Key", "Failed", "Failures", "Replays", "Reason"], &html! {
+            (table_with_order("Dead letters", &["Selected", "Dead letter", "Key", "Failed", "Failures", "Replays", "Reason"], Some(order), &html! {
                 @for letter in items(page, "dead_letters") { (row(address, letter)) }
             }))
             div.buttons {
                 (button(&screen.user, write, ButtonStyle::Plain, "Replay selected…"))
                 @if screen.user.role >= admin {
                     button.button.danger type="submit" formaction={ (act) "/purge" } { "Purge selected…" }
+                } @else {
+                    (button(&screen.user, admin, ButtonStyle::Danger, "Purge selected…"))
                 }
             }
         }
         div.buttons {
+            (action(&screen.user, write, (&format!("{act}/plan"), "Plan the replay of all that match…", ButtonStyle::Primary), &filter))
             (action(&screen.user, write, (&format!("{act}/replay"), "Replay all that match…", ButtonStyle::Plain), &filter))
             (action(&screen.user, admin, (&format!("{act}/purge"), "Purge all that match…", ButtonStyle::Danger), &filter))
         }
@@ -117,7 +132,7 @@ pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, Str
     let path = format!("/topics/{}/dead-letters/{}", encoded(&topic), encoded(&entry));
     let letter = match screen.api.get(&path).await {
         Ok(letter) => letter,
-        Err(error) => return screen.failed("Dead letter", &error),
+        Err(error) => return screen.failed("Dead letter", &error.or_gone(GONE)),
     };
     let act = format!("/console/do/topics/{}/dead-letters", encoded(&topic));
     let fields = [("id", entry.as_str())];

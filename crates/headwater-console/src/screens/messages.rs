@@ -3,6 +3,7 @@
 use axum::extract::Path;
 use axum::http::StatusCode;
 use axum::response::Response;
+use futures_util::future::join_all;
 use maud::{Markup, html};
 use serde_json::Value;
 
@@ -13,7 +14,7 @@ use crate::components::{
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
-use crate::screens::issues::why_panel;
+use crate::screens::why::{WhySubject, why_panel};
 use crate::text::{counted, encoded, field, items, number, plain, shell_word};
 
 const FILTER: [&str; 7] = ["from", "to", "partition", "key", "header", "text", "newest_first"];
@@ -131,42 +132,51 @@ fn row(topic: &str, message: &Value) -> Markup {
 }
 
 pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, String)>) -> Response {
-    let partition = screen.query.query_of(&["partition"]);
-    let path = format!(
-        "/topics/{}/messages?from={}&to={}&limit=10&{partition}",
-        encoded(&topic),
-        encoded(&entry),
-        encoded(&entry)
-    );
-    let page = match screen.api.get(&path).await {
-        Ok(page) => page,
-        Err(error) => return screen.failed("Message", &error),
+    let path = format!("/topics/{}/messages/{}", encoded(&topic), encoded(&entry));
+    let read = async |partition: &str| {
+        let (shown, why) = (format!("{path}?{partition}"), format!("{path}/why?{partition}"));
+        tokio::join!(screen.api.get(&shown), screen.api.get(&why))
     };
-    let found = items(&page, "messages");
-    if found.is_empty() {
-        let message =
-            format!("message `{entry}` is not in topic `{topic}`: it was trimmed, or never stored");
-        return screen
-            .failed("Message", &Problem::new(StatusCode::NOT_FOUND, "not_found", message));
+    let asked = screen.query.query_of(&["partition"]);
+    let shown = screen.api.get_unnamed(&format!("{path}?{asked}")).await;
+    let found = match shown.is_err_and(|error| error.status == StatusCode::BAD_REQUEST) {
+        false => vec![read(&asked).await],
+        true => match same_ids(&screen, &topic, &entry).await {
+            Ok(partitions) => join_all(partitions.iter().map(|partition| read(partition))).await,
+            Err(error) => return screen.failed("Message", &error),
+        },
+    };
+    let mut command =
+        format!("headwater message why {} {}", shell_word(&topic), shell_word(&entry));
+    if let [(Ok(first), _), _, ..] = &found[..] {
+        command += &format!(" --partition {}", plain(&first["partition"]));
     }
     let mut content = html! {};
-    for message in found {
-        let partition = plain(&message["partition"]);
-        let (topic, entry) = (encoded(&topic), encoded(&entry));
-        let why = format!("/topics/{topic}/messages/{entry}/why?partition={partition}");
-        let shown = format!("/topics/{topic}/messages/{entry}?partition={partition}");
-        let (why, shown) = tokio::join!(screen.api.get(&why), screen.api.get(&shown));
-        let neighbours = shown.map(|shown| neighbours(&topic, &shown)).unwrap_or_default();
-        content = html! { (content) (why_panel(&screen, &why)) (details(message)) (neighbours) };
+    for (shown, why) in found {
+        let message = match shown {
+            Ok(message) => message,
+            Err(error) => return screen.failed("Message", &error),
+        };
+        let neighbours = neighbours(&encoded(&topic), &message);
+        content = html! { (content) (why_panel(&screen, WhySubject::Message, &why)) (details(&message)) (neighbours) };
     }
     let mut above = path_of(&topic);
     above.push(("Messages".to_owned(), format!("/console/topics/{}/messages", encoded(&topic))));
     screen.page(ScreenContent {
         title: entry.clone(),
         path: above,
-        command: format!("headwater message why {} {}", shell_word(&topic), shell_word(&entry)),
+        command,
         content: live("message", &content),
     })
+}
+
+/// The partitions that have a message with this id, as parameters.
+async fn same_ids(screen: &Screen, topic: &str, entry: &str) -> Result<Vec<String>, Problem> {
+    let (topic, entry) = (encoded(topic), encoded(entry));
+    let path = format!("/topics/{topic}/messages?from={entry}&to={entry}&limit=10");
+    let page = screen.api.get(&path).await?;
+    let partition = |message: &Value| format!("partition={}", plain(&message["partition"]));
+    Ok(items(&page, "messages").iter().map(partition).collect())
 }
 
 /// Links to the messages of the same key before and after a message.

@@ -9,6 +9,7 @@ mod drafts;
 mod failures;
 mod groups;
 mod help;
+mod history;
 mod insight;
 mod issues;
 mod letters;
@@ -24,6 +25,7 @@ mod tail;
 mod tickets;
 mod topics;
 mod webhooks;
+mod why;
 
 use std::sync::Arc;
 
@@ -31,8 +33,11 @@ use axum::Router;
 use axum::http::StatusCode;
 use axum::response::Response;
 use axum::routing::get;
+use maud::{Markup, html};
+use serde_json::Value;
 
-use crate::api_client::{ConsoleState, Problem};
+use crate::api_client::{ConsoleState, Part, Problem};
+use crate::components::problem_with_last;
 use crate::screen::Screen;
 
 /// Rows of a page.
@@ -57,6 +62,7 @@ pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
         .route("/console/topics/{topic}/groups/{group}", get(groups::show))
         .route("/console/sessions", get(sessions::list))
         .route("/console/sessions/{session}", get(sessions::show))
+        .route("/console/sessions/{session}/session.jsonl", get(sessions::export))
         .route("/console/sessions/{session}/steps/{entry}", get(sessions::play))
         .route("/console/sessions/{session}/compare", get(sessions::compare))
         .route("/console/assignment", get(assignment::choose))
@@ -86,6 +92,23 @@ pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
 async fn not_found(screen: Screen) -> Response {
     let problem = Problem::new(StatusCode::NOT_FOUND, "not_found", "there is no such page");
     screen.failed("Page", &problem)
+}
+
+/// What a page is about: its answer, or the last one with a banner. `what` begins in lower case.
+pub(crate) fn known_or_last(
+    screen: &Screen,
+    what: &str,
+    part: Part,
+) -> Result<(Arc<Value>, Markup), Problem> {
+    match part {
+        Ok(value) => Ok((value, html! {})),
+        Err(error) => match error.last.clone() {
+            Some((last, age)) => {
+                Ok((last, problem_with_last(&format!("The {what}"), &error, screen, age)))
+            }
+            None => Err(error),
+        },
+    }
 }
 
 /// Names of the filter of dead letters.

@@ -6,12 +6,12 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    ButtonStyle, Tone, action, badge, block, choices, count, empty, excerpt, facts, id, json_block,
-    live, pager, problem, table, time,
+    ButtonStyle, ListOrder, Tone, action, badge, block, choices, count, empty, excerpt, facts, id,
+    json_block, live, matching, pager, problem, table_with_order, time,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
-use crate::screens::issues::why_panel;
+use crate::screens::why::{WhySubject, why_panel};
 use crate::text::{duration, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
@@ -71,21 +71,26 @@ pub(crate) async fn list(screen: Screen) -> Response {
 /// Rows in any state, without their payloads.
 async fn of_any_state(screen: Screen) -> Response {
     let status = screen.query.get("status");
-    let mut names = vec!["issue", "cursor"];
+    let mut names = vec!["issue", "newest_first", "cursor"];
     if status != "any" {
         names.push("status");
     }
     let filter = screen.query.query_of(&names);
-    let content = match screen.api.get(&format!("/outbox?limit={ROWS}&{filter}")).await {
+    let keep = ["status", "issue", "newest_first"];
+    let order = ListOrder::of(&screen, "Row", ("newest_first", true), &keep);
+    let is_first = screen.query.get("cursor").is_empty();
+    let path = format!("/outbox?limit={ROWS}&count={is_first}&{filter}");
+    let content = match screen.api.get(&path).await {
         Err(error) => problem("The replies and events", &error, &screen),
         Ok(page) if items(&page, "rows").is_empty() => {
             empty("No reply or event is in this state.", None)
         }
         Ok(page) => html! {
-            (table("Replies and events", &["Row", "State", "Issue", "Kind", "To", "Attempts", "Created", "Due", "Error"], &html! {
+            (table_with_order("Replies and events", &["Row", "State", "Issue", "Kind", "To", "Attempts", "Created", "Due", "Error"], Some(&order), &html! {
                 @for row in items(&page, "rows") { (state_row(row)) }
             }))
-            (pager(&screen, &["status", "issue"], &page["next_cursor"]))
+            (matching(&page, "row matches", "rows match"))
+            (pager(&screen, &keep, &page["next_cursor"]))
         },
     };
     let mut command = "headwater outbox list".to_owned();
@@ -94,7 +99,20 @@ async fn of_any_state(screen: Screen) -> Response {
             command += &format!(" --{name} {}", shell_word(screen.query.get(name)));
         }
     }
-    let content = html! { (choices(&screen, "status", &STATES)) (live("rows", &content)) };
+    if screen.query.get("newest_first") == "true" {
+        command += " --newest-first";
+    }
+    // Of an issue, dead ones are among the others.
+    let issue = screen.query.get("issue");
+    let retry =
+        ("/console/do/outbox/retry", "Retry all dead ones of this issue…", ButtonStyle::Plain);
+    let content = html! {
+        (choices(&screen, "status", &STATES))
+        @if !issue.is_empty() && matches!(status, "" | "any" | "dead") {
+            (action(&screen.user, ConsoleRole::Write, retry, &[("issue", issue)]))
+        }
+        (live("rows", &content))
+    };
     screen.page(ScreenContent { title: "Outbox".to_owned(), path: Vec::new(), command, content })
 }
 
@@ -123,7 +141,7 @@ pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response
     {
         return screen.failed("Outbox row", error);
     }
-    let actions = match &why {
+    let state = match &why {
         Err(_) => html! {},
         Ok(row) => html! {
             @let issue = plain(&row["issue_id"]);
@@ -132,12 +150,9 @@ pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response
                 ("Kind", html! { (field(row, "kind")) }),
                 ("State", html! { (badge(tone(field(row, "status")), field(row, "status"))) }),
             ]))
-            @if field(row, "status") == "dead" {
-                (action(&screen.user, ConsoleRole::Write, (&format!("/console/do/outbox/{}/retry", plain(&row["id"])), "Retry delivery", ButtonStyle::Primary), &[]))
-            }
         },
     };
-    let content = html! { (why_panel(&screen, &why)) (actions) };
+    let content = html! { (why_panel(&screen, WhySubject::OutboxRow, &why)) (state) };
     screen.page(ScreenContent {
         title: format!("Outbox row {number}"),
         path: vec![("Outbox".to_owned(), "/console/outbox".to_owned())],

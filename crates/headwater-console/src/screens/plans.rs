@@ -6,12 +6,13 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    ButtonStyle, Tone, action, badge, banner, block, choices, count, empty, excerpt, facts, id,
-    live, pager, problem, table, time,
+    ButtonStyle, Tone, action, badge, block, choices, count, empty, excerpt, facts, id, live,
+    pager, problem, table, time,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
-use crate::text::{counted, encoded, field, items, number, plain, visible};
+use crate::screens::why::{self, WhySubject};
+use crate::text::{counted, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
 const STATES: [(&str, &str); 6] = [
@@ -97,40 +98,19 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
         Err(error) => return screen.failed("Replay plan", &error),
     };
     let content = html! {
-        (why(&plan))
+        p { (state_badge(&plan)) }
+        (why::panel(&screen.user, WhySubject::Plan(&plan), &plan["why"]))
+        div.buttons { (buttons(&screen, &plan, &key)) }
         (counters(&plan))
         h2 { "What" }
         (what(&plan))
-        div.buttons { (buttons(&screen, &plan, &key)) }
     };
     screen.page(ScreenContent {
         title: format!("Replay plan {key}"),
         path: vec![("Replay plans".to_owned(), "/console/plans".to_owned())],
-        command: format!("headwater plan show {key}"),
+        command: format!("headwater plan show {}", shell_word(&key)),
         content: live("plan", &content),
     })
-}
-
-fn why(plan: &Value) -> Markup {
-    let tone = match field(plan, "state") {
-        "stopped" => Tone::Bad,
-        "paused" | "cancelled" => Tone::Warning,
-        _ if matches!(
-            field(&plan["why"], "reason"),
-            "unavailable" | "no_member" | "no_process"
-        ) =>
-        {
-            Tone::Warning
-        }
-        "done" => Tone::Good,
-        _ => Tone::Active,
-    };
-    banner(
-        tone,
-        &html! {
-            p { (state_badge(plan)) " " bdi { (visible(field(&plan["why"], "sentence"))) } "." }
-        },
-    )
 }
 
 fn counters(plan: &Value) -> Markup {
@@ -195,6 +175,7 @@ fn what(plan: &Value) -> Markup {
     }
 }
 
+/// The panel above has the button that resumes it.
 fn buttons(screen: &Screen, plan: &Value, key: &str) -> Markup {
     let act = |verb: &str, label: &str, style| {
         let path = format!("/console/do/plans/{}/{verb}", encoded(key));
@@ -203,7 +184,6 @@ fn buttons(screen: &Screen, plan: &Value, key: &str) -> Markup {
     let state = field(plan, "state");
     html! {
         @if state == "running" { (act("pause", "Pause", ButtonStyle::Primary)) }
-        @if matches!(state, "paused" | "stopped") { (act("resume", "Resume", ButtonStyle::Primary)) }
         @if matches!(state, "running" | "paused" | "stopped") { (act("cancel", "Cancel plan…", ButtonStyle::Danger)) }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Upstream: the screens of an issue and of a ticket. Downstream: the route `/issues/ID/timeline`, and the sessions of the runs.
 
+use futures_util::future::join_all;
 use maud::{Markup, html};
 use serde_json::Value;
 
@@ -28,19 +29,8 @@ impl RunsPart {
     pub(crate) async fn read(screen: &Screen, issue: &str, cursor: &str) -> Self {
         let path = format!("/issues/{}/timeline?limit={RUNS}&{cursor}", encoded(issue));
         let timeline = screen.api.get(&path).await;
-        let mut steps = Vec::new();
-        if let Ok(timeline) = &timeline {
-            for run in items(timeline, "runs") {
-                steps.push(session_steps_of(screen, run).await);
-                // The streams do not answer: the page does not wait for each of them.
-                if let Some(Some(Err(error))) = steps.last()
-                    && error.is_unavailable()
-                {
-                    break;
-                }
-            }
-            steps.resize_with(items(timeline, "runs").len(), || None);
-        }
+        let runs = timeline.iter().flat_map(|timeline| items(timeline, "runs"));
+        let steps = join_all(runs.map(|run| session_steps_of(screen, run))).await;
         Self { timeline, steps }
     }
 

@@ -12,7 +12,7 @@ pub(crate) async fn show(screen: Screen) -> Response {
     let words = screen.query.get("q");
     let content = if words.trim().is_empty() {
         empty(
-            "Type the number of an issue, event or outbox row, the id of a ticket, message or session, the name of a topic or group, a key, a trace id, or words of a ticket.",
+            "Type the number of an issue, event or outbox row, the id of a ticket or of a message in it, an entry id of a message or dead letter, a session, the name of a topic or group, a key, a trace id, or words of a ticket.",
             None,
         )
     } else {
@@ -65,6 +65,7 @@ fn address(result: &Value) -> String {
         "ticket" => format!("/console/tickets/{key}"),
         "topic" => format!("/console/topics/{key}"),
         "message" => format!("/console/topics/{topic}/messages/{key}"),
+        "dead_letter" => format!("/console/topics/{topic}/dead-letters/{key}"),
         "group" => format!("/console/topics/{topic}/groups/{key}"),
         _ => "/console".to_owned(),
     }

@@ -8,8 +8,8 @@ use serde_json::Value;
 
 use crate::api_client::Problem;
 use crate::components::{
-    ButtonStyle, Tone, badge, banner, button, count, empty, excerpt, facts, id, json_block, live,
-    pager, problem, table, time,
+    ButtonStyle, Tone, badge, banner, button, count, empty, excerpt, facts, id, json_block,
+    json_difference, live, pager, problem, table, time,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
@@ -68,6 +68,9 @@ fn stage(session: &Value) -> Markup {
     }
 }
 
+/// What may have removed a session.
+const GONE: &str = "it may have expired: `retention.sessions` says how long a session is kept after its last event";
+
 fn above() -> Vec<(String, String)> {
     vec![("Sessions".to_owned(), "/console/sessions".to_owned())]
 }
@@ -79,7 +82,7 @@ pub(crate) async fn show(screen: Screen, Path(session): Path<String>) -> Respons
     let (info, events) = tokio::join!(screen.api.get(&path), screen.api.get(&events));
     let info = match info {
         Ok(info) => info,
-        Err(error) => return screen.failed("Session", &error),
+        Err(error) => return screen.failed("Session", &error.or_gone(GONE)),
     };
     let steps = match &events {
         Err(error) => problem("The events", error, &screen),
@@ -110,14 +113,22 @@ pub(crate) async fn show(screen: Screen, Path(session): Path<String>) -> Respons
             input #with name="with" required maxlength="200" value=(plain(&info["parent"]["session"]));
             button.button type="submit" { "Compare" }
         }
-        p { "All events as a file: " code { "headwater session export " (session) " --output " (session) ".jsonl" } }
+        h2 { "Export" }
+        p { a.button href={ "/console/sessions/" (encoded(&session)) "/session.jsonl" } download={ (session) ".jsonl" } { "Download all events" } }
+        p.quiet { code { "headwater session import NAME --input " (shell_word(&format!("{session}.jsonl"))) } " makes a session of the file." }
     };
     screen.page(ScreenContent {
-        command: format!("headwater session replay {session}"),
+        command: format!("headwater session replay {}", shell_word(&session)),
         title: session,
         path: above(),
         content,
     })
+}
+
+/// All events of a session as lines of JSON, as `headwater session import` reads them.
+pub(crate) async fn export(screen: Screen, Path(session): Path<String>) -> Response {
+    let path = format!("/sessions/{}/export", encoded(&session));
+    screen.download("Session", &path, ("application/x-ndjson", "session.jsonl")).await
 }
 
 /// Events that are read for the state after a step.
@@ -131,7 +142,7 @@ pub(crate) async fn play(
     let path = format!("/sessions/{}/events?limit={PLAYED_MAX}", encoded(&session));
     let page = match screen.api.get(&path).await {
         Ok(page) => page,
-        Err(error) => return screen.failed("Session", &error),
+        Err(error) => return screen.failed("Session", &error.or_gone(GONE)),
     };
     let events = items(&page, "events");
     let Some(at) = events.iter().position(|event| field(event, "id") == entry) else {
@@ -207,6 +218,32 @@ fn step(screen: &Screen, session: &str, event: &Value, is_open: bool) -> Markup 
     }
 }
 
+/// An event of a session beside the one in the same place of another. What differs is marked, also for screen readers.
+fn compared(event: &Value, other: Option<&Value>, is_cut: bool) -> Markup {
+    let kind = excerpt(&plain(&event["type"]));
+    let has_same_type = other.is_none_or(|other| other["type"] == event["type"]);
+    let has_same_payload = other.is_some_and(|other| other["payload"] == event["payload"]);
+    html! {
+        div.item {
+            p {
+                (id(field(event, "id"))) " "
+                strong { @if has_same_type { (kind) } @else { mark { span.visually-hidden { "Differs: " } (kind) } } } " "
+                @match other {
+                    Some(_) if has_same_type && has_same_payload => (badge(Tone::Neutral, "the same")),
+                    Some(_) => (badge(Tone::Warning, "differs")),
+                    // The other session may go on behind what was read.
+                    None if is_cut => {},
+                    None => (badge(Tone::Warning, "only here")),
+                }
+            }
+            @match other {
+                Some(other) => (json_difference(&event["payload"], &other["payload"])),
+                None => (json_block(&event["payload"])),
+            }
+        }
+    }
+}
+
 pub(crate) async fn compare(screen: Screen, Path(session): Path<String>) -> Response {
     let with = screen.query.get("with").to_owned();
     let path = format!("/sessions/{}/diff?with={}", encoded(&session), encoded(&with));
@@ -216,14 +253,13 @@ pub(crate) async fn compare(screen: Screen, Path(session): Path<String>) -> Resp
     };
     let same = found["same"].as_u64().unwrap_or(0);
     let (left, right) = (items(&found, "only_left"), items(&found, "only_right"));
-    let column = |session: &str, events: &[Value]| {
+    let is_cut = found["is_cut"] == true;
+    let column = |session: &str, events: &[Value], others: &[Value]| {
         html! {
             section {
                 h2 { (link(session)) }
                 @if events.is_empty() { p.quiet { "No further event." } }
-                @for event in events {
-                    div.item { p { (id(field(event, "id"))) " " strong { (excerpt(&plain(&event["type"]))) } } (json_block(&event["payload"])) }
-                }
+                @for (index, event) in events.iter().enumerate() { (compared(event, others.get(index), is_cut)) }
             }
         }
     };
@@ -232,16 +268,16 @@ pub(crate) async fn compare(screen: Screen, Path(session): Path<String>) -> Resp
             p { "Both have the same " (counted(same, "event", "events")) "." }
         } @else {
             p { "The first " (counted(same, "event is", "events are")) " the same. What follows differs:" }
-            div.side-by-side { (column(&session, left)) (column(&with, right)) }
+            div.side-by-side { (column(&session, left, right)) (column(&with, right, left)) }
         }
-        @if found["is_cut"] == true { p.quiet { "Further events are not shown." } }
+        @if is_cut { p.quiet { "Further events are not shown." } }
     };
     let mut path = above();
     path.push((session.clone(), format!("/console/sessions/{}", encoded(&session))));
     screen.page(ScreenContent {
         title: "Comparison".to_owned(),
         path,
-        command: format!("headwater session diff {session} {with}"),
+        command: format!("headwater session diff {} {}", shell_word(&session), shell_word(&with)),
         content,
     })
 }

@@ -122,7 +122,7 @@ pub(crate) async fn settings(screen: Screen) -> Response {
     screen.page(ScreenContent {
         title: "Settings".to_owned(),
         path: Vec::new(),
-        command: "headwater config".to_owned(),
+        command: "headwater process settings".to_owned(),
         content,
     })
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::api_client::Part;
 use crate::components::{empty, excerpt, id, live, problem, time};
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{encoded, field, items, plain};
+use crate::text::{encoded, field, items, plain, shell_word};
 
 /// Topics at once.
 const TOPICS_MAX: usize = 4;
@@ -41,7 +41,7 @@ pub(crate) async fn show(screen: Screen) -> Response {
         }))
     };
     let command = match topics.first() {
-        Some(topic) => format!("headwater tail {topic}"),
+        Some(topic) => format!("headwater tail {}", shell_word(topic)),
         None => "headwater tail TOPIC".to_owned(),
     };
     screen.page(ScreenContent { title: "Tail".to_owned(), path: Vec::new(), command, content })

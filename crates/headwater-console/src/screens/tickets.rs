@@ -8,20 +8,23 @@ use uuid::Uuid;
 
 use crate::api_client::Part;
 use crate::components::{
-    ButtonStyle, Tone, action, badge, button, choices, empty, excerpt, facts, id, live, pager,
-    problem, table, time,
+    ButtonStyle, ListOrder, Tone, action, badge, button, choices, empty, excerpt, facts, id, live,
+    matching, pager, problem, search_pager, table_with_order, time,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
-use crate::screens::issues::why_panel;
 use crate::screens::runs::RunsPart;
+use crate::screens::why::{WhySubject, why_panel};
 use crate::text::{self, cut, encoded, field, items, plain, shell_word, visible};
 use crate::user::ConsoleRole;
 
-const FILTER: [&str; 2] = ["status", "user_id"];
+const FILTER: [&str; 4] = ["status", "user_id", "words", "oldest_first"];
 
 /// The choice of tickets that are handed over, beside the states.
 const QUEUE: &str = "handed_over";
+
+/// Messages of a page of a conversation.
+const MESSAGES: usize = 200;
 
 /// Maximum characters of a message in a conversation.
 const MESSAGE_CHARS_MAX: usize = 20_000;
@@ -33,48 +36,61 @@ pub(crate) async fn list(screen: Screen) -> Response {
         true => {
             format!(
                 "handed_over=true&status=open&{}",
-                screen.query.query_of(&["user_id", "cursor"])
+                screen.query.query_of(&["user_id", "words", "oldest_first", "cursor"])
             )
         }
-        false => screen.query.query_of(&["status", "user_id", "cursor"]),
+        false => screen.query.query_of(&[&FILTER[..], &["cursor"]].concat()),
     };
-    let content = match screen.api.get(&format!("/tickets?limit={ROWS}&{filter}")).await {
+    let order = ListOrder::of(&screen, "Opened", ("oldest_first", false), &FILTER);
+    // Further pages have the count of the first.
+    let is_first = screen.query.get("cursor").is_empty();
+    let path = format!("/tickets?limit={ROWS}&count={is_first}&{filter}");
+    let content = match screen.api.get(&path).await {
         Err(error) => problem("The list of tickets", &error, &screen),
-        Ok(page) if items(&page, "tickets").is_empty() => empty(
+        // A page of a search may be empty although further ones are not.
+        Ok(page) if items(&page, "tickets").is_empty() && page["next_cursor"].is_null() => empty(
             "No ticket matches. Open the first one:",
             Some("headwater ticket new --title 'Router blinks red' --content 'Since yesterday.'"),
         ),
         Ok(page) => html! {
-            (table("Tickets", &["Title", "Status", "User", "Updated", "Ticket"], &html! {
+            (table_with_order("Tickets", &["Title", "Status", "User", "Opened", "Updated", "Ticket"], Some(&order), &html! {
                 @for ticket in items(&page, "tickets") { (row(ticket)) }
             }))
-            (pager(&screen, &FILTER, &page["next_cursor"]))
+            (matching(&page, "ticket matches", "tickets match"))
+            @match page["searched"].as_u64() {
+                Some(searched) => (search_pager(&screen, &FILTER, (searched, "ticket", "tickets"), &page["next_cursor"])),
+                None => (pager(&screen, &FILTER, &page["next_cursor"])),
+            }
         },
     };
     let mut command = "headwater ticket list".to_owned();
     if is_queue {
         command += " --handed-over";
     }
-    for (option, name) in [("status", "status"), ("user", "user_id")] {
+    for (option, name) in [("status", "status"), ("user", "user_id"), ("words", "words")] {
         if !screen.query.get(name).is_empty() && screen.query.get(name) != QUEUE {
             command += &format!(" --{option} {}", shell_word(screen.query.get(name)));
         }
+    }
+    if screen.query.get("oldest_first") == "true" {
+        command += " --oldest-first";
     }
     let content = html! {
         div.filters {
             (choices(&screen, "status", &[("", "All"), ("open", "Open"), ("closed", "Closed"), (QUEUE, "Handed over")]))
             form.inline action="/console/tickets" {
+                @for name in ["status", "oldest_first"] {
+                    @if !screen.query.get(name).is_empty() { input type="hidden" name=(name) value=(screen.query.get(name)); }
+                }
                 label for="user" { "User" }
                 input #user name="user_id" value=(screen.query.get("user_id")) maxlength="200";
+                label for="words" { "Words" }
+                input #words name="words" value=(screen.query.get("words")) maxlength="200";
                 button.button type="submit" { "Filter" }
             }
-            form.inline action="/console/search" {
-                label for="words" { "Words" }
-                input #words name="q" maxlength="200";
-                button.button type="submit" { "Search" }
-            }
         }
-        (live("tickets", &content))
+        // Not live: a search reads the messages of many tickets.
+        @if screen.query.get("words").is_empty() { (live("tickets", &content)) } @else { (content) }
     };
     screen.page(ScreenContent { title: "Tickets".to_owned(), path: Vec::new(), command, content })
 }
@@ -96,6 +112,7 @@ fn row(ticket: &Value) -> Markup {
             th scope="row" { a href=(address) { (excerpt(or_untitled(field(ticket, "title")))) } }
             td { (status(ticket)) }
             td { (excerpt(&plain(&ticket["user_id"]))) }
+            td { (time(&ticket["created_at"])) }
             td { (time(&ticket["updated_at"])) }
             td { (id(&field(ticket, "ticket_id").chars().take(8).collect::<String>())) }
         }
@@ -113,12 +130,16 @@ pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Respo
         Err(error) => return screen.failed("Ticket", &error),
     };
     let issue = plain(&ticket["issue_id"]);
-    let why_path = format!("/issues/{issue}/why");
-    let (why, runs) = tokio::join!(screen.api.get(&why_path), RunsPart::read(&screen, &issue, ""));
+    let why_path = format!("/tickets/{}/why", encoded(&ticket_id));
+    let (why, runs, further) = tokio::join!(
+        screen.api.get(&why_path),
+        RunsPart::read(&screen, &issue, ""),
+        further_messages(&screen, &ticket_id)
+    );
     let content = html! {
         div.columns {
             section.wide aria-label="Conversation" {
-                (live("conversation", &conversation(&ticket)))
+                (live("conversation", &conversation(&screen, &ticket, further.as_ref())))
                 (reply_form(&screen, &ticket))
                 h2 { "How each answer came about" }
                 (live("runs", &runs.list(&screen)))
@@ -140,18 +161,32 @@ pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Respo
     })
 }
 
-fn conversation(ticket: &Value) -> Markup {
+/// The messages that follow a position of a long conversation; `None` for its beginning, which is part of the ticket.
+async fn further_messages(screen: &Screen, ticket_id: &str) -> Option<Part> {
+    let cursor = screen.query.get("messages");
+    let path = format!(
+        "/tickets/{}/messages?limit={MESSAGES}&cursor={}",
+        encoded(ticket_id),
+        encoded(cursor)
+    );
+    if cursor.is_empty() { None } else { Some(screen.api.get(&path).await) }
+}
+
+fn conversation(screen: &Screen, ticket: &Value, further: Option<&Part>) -> Markup {
+    let page = match further {
+        None => ticket,
+        Some(Ok(page)) => page,
+        Some(Err(error)) => return problem("The messages", error, screen),
+    };
+    let (path, next) = (screen.uri.path(), &page["next_cursor"]);
     html! {
         ol.conversation {
-            @for message in items(ticket, "messages") {
-                @let author = field(message, "author");
-                li data-key=(field(message, "message_id")) class={ "from-" (if author == "user" { "user" } else { "desk" }) } {
-                    p.quiet {
-                        strong { (match author { "user" => "User", "agent" => "Agent", "assistant" => "Assistant", other => other }) }
-                        " · " (time(&message["created_at"]))
-                    }
-                    (message_text(field(message, "content")))
-                }
+            @for message in items(page, "messages") { (message_item(message)) }
+        }
+        @if further.is_some() || !next.is_null() {
+            nav.pager aria-label="Messages" {
+                @if further.is_some() { a href=(path) { "First messages" } }
+                @if !next.is_null() { a href={ (path) "?messages=" (encoded(&plain(next))) } { "Further messages" } }
             }
         }
         @if let Some(provisional) = ticket["provisional"].as_str() {
@@ -160,8 +195,18 @@ fn conversation(ticket: &Value) -> Markup {
                 (message_text(provisional))
             }
         }
-        @if !ticket["next_cursor"].is_null() {
-            p.quiet { "Only the first messages are shown. " code { "headwater ticket show" } " prints all of them." }
+    }
+}
+
+fn message_item(message: &Value) -> Markup {
+    let author = field(message, "author");
+    html! {
+        li data-key=(field(message, "message_id")) class={ "from-" (if author == "user" { "user" } else { "desk" }) } {
+            p.quiet {
+                strong { (match author { "user" => "User", "agent" => "Agent", "assistant" => "Assistant", other => other }) }
+                " · " (time(&message["created_at"]))
+            }
+            (message_text(field(message, "content")))
         }
     }
 }
@@ -220,7 +265,7 @@ fn state(screen: &Screen, ticket: &Value, why: &Part) -> Markup {
             }
         }
         @if ticket["handed_over"] == true { (hand_over(screen, ticket, &base)) }
-        (why_panel(screen, why))
+        (why_panel(screen, WhySubject::Ticket(field(ticket, "ticket_id")), why))
     }
 }
 

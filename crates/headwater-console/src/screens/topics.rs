@@ -6,13 +6,16 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::api_client::Part;
+use crate::chart::sparkline;
 use crate::components::{
-    ButtonStyle, Tone, badge, button, count, empty, excerpt, facts, id, live, pager, problem,
-    table, time,
+    ButtonStyle, Tone, badge, button, count, empty, excerpt, facts, id, live, or_last, pager,
+    problem, table, time,
 };
 use crate::screen::{Screen, ScreenContent};
-use crate::screens::ROWS;
-use crate::text::{bytes, duration, encoded, field, items, number, plain, shell_word};
+use crate::screens::history::{self, HOUR};
+use crate::screens::why::delayed_line;
+use crate::screens::{ROWS, known_or_last};
+use crate::text::{bytes, counted, duration, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
 /// Delayed messages on the screen of a topic.
@@ -22,37 +25,77 @@ const DELAYED_ROWS: usize = 20;
 const HOT_FACTOR: u64 = 4;
 
 pub(crate) async fn list(screen: Screen) -> Response {
-    let cursor = screen.query.query_of(&["cursor"]);
-    let content = match screen.api.get(&format!("/topics?lag=true&limit={ROWS}&{cursor}")).await {
-        Err(error) => problem("The list of topics", &error, &screen),
-        Ok(page) if items(&page, "topics").is_empty() => empty(
+    let filter = screen.query.query_of(&["name", "cursor"]);
+    let path = format!("/topics?lag=true&rates=true&limit={ROWS}&{filter}");
+    let topics = screen.api.get(&path).await;
+    let content = or_last("The list of topics", &topics, &screen, |page| list_of(&screen, page));
+    let name = screen.query.get("name");
+    let mut command = "headwater topic list".to_owned();
+    if !name.is_empty() {
+        command += &format!(" --name {}", shell_word(name));
+    }
+    let content = html! {
+        form.filters.inline action="/console/topics" {
+            label for="name" { "Name contains" }
+            input #name name="name" value=(name) maxlength="200";
+            button.button type="submit" { "Filter" }
+        }
+        (live("topics", &content))
+    };
+    screen.page(ScreenContent { title: "Topics".to_owned(), path: Vec::new(), command, content })
+}
+
+fn list_of(screen: &Screen, page: &Value) -> Markup {
+    if items(page, "topics").is_empty() && !screen.query.get("name").is_empty() {
+        return empty("No topic has this in its name.", None);
+    }
+    if items(page, "topics").is_empty() {
+        return empty(
             "There are no topics. Create the first one:",
             Some("headwater topic create orders --partitions 4"),
-        ),
-        Ok(page) => {
-            let head = [
-                "Topic",
-                "Partitions",
-                "Messages",
-                "Bytes",
-                "Worst lag",
-                "Delayed",
-                "Dead letters",
-                "Groups",
-                "Created",
-            ];
-            html! {
-                (table("Topics", &head, &html! { @for topic in items(&page, "topics") { (row(topic)) } }))
-                (pager(&screen, &[], &page["next_cursor"]))
-            }
-        }
-    };
-    screen.page(ScreenContent {
-        title: "Topics".to_owned(),
-        path: Vec::new(),
-        command: "headwater topic list".to_owned(),
-        content: live("topics", &content),
-    })
+        );
+    }
+    let head = [
+        "Topic",
+        "Partitions",
+        "Messages",
+        "In/s",
+        "Settled/s",
+        "Last hour",
+        "Bytes",
+        "Worst lag",
+        "Delayed",
+        "Dead letters",
+        "Groups",
+        "Created",
+    ];
+    html! {
+        (table("Topics", &head, &html! { @for topic in items(page, "topics") { (row(topic)) } }))
+        p.quiet { "Rates are those of the last minute, of the 50 busiest topics; a bar is messages in within two minutes." }
+        (pager(screen, &["name"], &page["next_cursor"]))
+    }
+}
+
+/// Messages per second, over a minute.
+fn rate(per_second: &Value) -> Markup {
+    html! { td.count { @match per_second.as_f64() {
+        Some(rate) if rate < 10.0 => (format!("{rate:.1}")),
+        Some(rate) => (number(rate.round() as u64)),
+        None => span.quiet { "–" },
+    } } }
+}
+
+/// How many messages came in over the last hour.
+fn curve(rates: &Value) -> Markup {
+    let counts: Vec<u64> = items(rates, "added").iter().filter_map(Value::as_u64).collect();
+    let total = counts.iter().fold(0, |sum: u64, count| sum.saturating_add(*count));
+    let most = counts.iter().max().copied().unwrap_or(0);
+    let label = format!(
+        "{} in within the last hour, at most {} in two minutes",
+        counted(total, "message", "messages"),
+        number(most)
+    );
+    sparkline(&label, &counts)
 }
 
 fn row(topic: &Value) -> Markup {
@@ -64,13 +107,17 @@ fn row(topic: &Value) -> Markup {
             th scope="row" {
                 a href=(address) { (id(name)) }
                 @if !topic["deleting_since"].is_null() { " " (badge(Tone::Warning, "being deleted")) }
+                @if !topic["problem"].is_null() { " " (badge(Tone::Bad, "its server does not answer")) }
             }
             (count(&topic["partitions"]))
             (count(&topic["length"]))
+            (rate(&topic["rates"]["added_per_second"]))
+            (rate(&topic["rates"]["settled_per_second"]))
+            td { (curve(&topic["rates"])) }
             td.count { (topic["bytes"].as_u64().map_or("–".to_owned(), bytes)) }
             (count(&topic["worst_lag"]))
             (count(&topic["delayed"]))
-            td.count { @if dead > 0 { a href={ (address) "/dead-letters" } { (number(dead)) } } @else { "0" } }
+            @if dead > 0 { td.count { a href={ (address) "/dead-letters" } { (number(dead)) } } } @else { (count(&topic["dead_letters"])) }
             td { @for (index, group) in items(topic, "groups").iter().enumerate() {
                 @if index > 0 { ", " }
                 @let group = group.as_str().unwrap_or_default();
@@ -85,43 +132,44 @@ pub(crate) async fn show(screen: Screen, Path(topic): Path<String>) -> Response 
     let path = format!("/topics/{}", encoded(&topic));
     let groups_path = format!("{path}/groups");
     let delayed_path = format!("{path}/delayed?limit={DELAYED_ROWS}");
-    let (described, groups, delayed) = tokio::join!(
+    let of_topic = format!("topic={}", encoded(&topic));
+    let (described, groups, delayed, history) = tokio::join!(
         screen.api.get(&path),
         screen.api.get(&groups_path),
-        screen.api.get(&delayed_path)
+        screen.api.get(&delayed_path),
+        history::read(&screen, &of_topic, HOUR)
     );
-    let described = match described {
-        Ok(described) => described,
+    let (described, is_last) = match known_or_last(&screen, "topic", described) {
+        Ok(known) => known,
         Err(error) => return screen.failed("Topic", &error),
     };
     let address = format!("/console/topics/{}", encoded(&topic));
     let owners = groups.clone().ok();
-    let groups = match &groups {
-        Err(error) => problem("The groups", error, &screen),
-        Ok(page) if items(page, "groups").is_empty() => empty(
+    let groups = or_last("The groups", &groups, &screen, |page| match items(page, "groups") {
+        [] => empty(
             "No group reads this topic. Start one:",
             Some(&format!("headwater consume {} --group billing", shell_word(&topic))),
         ),
-        Ok(page) => table(
+        groups => table(
             "Groups",
             &["Group", "Lag", "Pending", "Members", "State"],
-            &html! {
-                @for group in items(page, "groups") { (group_row(&address, group)) }
-            },
+            &html! { @for group in groups { (group_row(&address, group)) } },
         ),
-    };
+    });
     let dead = described["dead_letters"].as_u64().unwrap_or(0);
     let content = html! {
         ul.choices {
             li { a href={ (address) "/messages" } { "Messages" } }
             li { a href={ (address) "/dead-letters" } { "Dead letters (" (number(dead)) ")" } }
         }
-        (live("numbers", &numbers(&described)))
+        (live("numbers", &html! { (is_last) (numbers(&described)) }))
         h2 { "Groups" }
         (live("groups", &groups))
+        h2 { "The last hour" }
+        (live("charts", &history::charts(&screen, &history, history::topic_charts)))
         h2 { "Partitions" }
         (live("partitions", &partitions(&topic, &described, owners.as_deref().unwrap_or(&Value::Null))))
-        (live("delayed", &delayed_messages(&screen, &delayed)))
+        (live("delayed", &delayed_messages(&screen, &topic, &delayed)))
         h2 { "Policies" }
         (policies(&described["policies"]))
         (produce_form(&screen, &address))
@@ -168,7 +216,8 @@ fn group_row(address: &str, group: &Value) -> Markup {
             (count(&group["pending"]))
             td { (members) }
             td {
-                @if members == 0 && lag > 0 { (badge(Tone::Bad, "no consumers")) }
+                @if !items(group, "unread_partitions").is_empty() { (badge(Tone::Bad, "a server does not answer")) }
+                @else if members == 0 && lag > 0 { (badge(Tone::Bad, "no consumers")) }
                 @else if members == 0 { (badge(Tone::Neutral, "no members")) }
                 @else if lag == 0 { (badge(Tone::Good, "up to date")) }
                 @else { (badge(Tone::Active, "reading")) }
@@ -188,6 +237,7 @@ fn partition_owners(groups: &Value, partition: &Value) -> Vec<(String, String)> 
     items(groups, "groups").iter().filter_map(owner).collect()
 }
 
+/// The partitions with their owners. Those with much more than the others are marked.
 fn partitions(name: &str, topic: &Value, groups: &Value) -> Markup {
     let all = items(topic, "partitions");
     let total: u64 = all.iter().filter_map(|partition| partition["length"].as_u64()).sum();
@@ -223,7 +273,7 @@ fn partitions(name: &str, topic: &Value, groups: &Value) -> Markup {
 }
 
 /// Messages that wait for their time, if there are any.
-fn delayed_messages(screen: &Screen, delayed: &Part) -> Markup {
+fn delayed_messages(screen: &Screen, topic: &str, delayed: &Part) -> Markup {
     let delayed = match delayed {
         Ok(delayed) => items(delayed, "delayed"),
         Err(error) => return problem("The delayed messages", error, screen),
@@ -237,12 +287,12 @@ fn delayed_messages(screen: &Screen, delayed: &Part) -> Markup {
                         td { (time(&message["due_at"])) }
                         td { (plain(&message["partition"])) }
                         td { (excerpt(&plain(&message["key"]))) }
-                        td { (excerpt(field(message, "sentence"))) }
+                        td { (delayed_line(topic, message)) }
                         td { (excerpt(message["payload"].as_str().unwrap_or("(bytes)"))) }
                     }
                 }
             }))
-            p.quiet { "Those that are due first." }
+            p.quiet { "Those that are due first. " bdi { code { "headwater message delayed " (shell_word(topic)) } } }
         }
     }
 }
@@ -305,6 +355,32 @@ fn trim_form(screen: &Screen, address: &str) -> Markup {
                 label { input type="checkbox" name="force" value="true"; " Also messages that a group still needs" }
                 div { (button(&screen.user, ConsoleRole::Admin, ButtonStyle::Danger, "Trim…")) }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// Partitions of these lengths.
+    fn shown(lengths: &[u64]) -> String {
+        let partition = |(index, length): (usize, &u64)| json!({"partition": index, "length": length, "first_id": null, "last_id": null, "stream_key": "k"});
+        let all: Vec<Value> = lengths.iter().enumerate().map(partition).collect();
+        partitions("orders", &json!({"partitions": all}), &Value::Null).into_string()
+    }
+
+    #[test]
+    fn a_partition_with_more_than_four_times_the_average_is_hot() {
+        let one = shown(&[10, 10, 10, 10, 10, 10, 10, 500]);
+        assert_eq!(one.matches(">hot</span>").count(), 1, "{one}");
+        let row = one.split("<tr").find(|row| row.contains("hot")).unwrap();
+        assert!(row.contains("data-key=\"7\""), "{row}");
+        for even in [&[5000][..], &[], &[0, 0, 0], &[100, 400, 100], &[0, 0, 0, 0, 0, 4]] {
+            let even_shown = shown(even);
+            assert!(!even_shown.contains(">hot<"), "{even:?}: {even_shown}");
         }
     }
 }

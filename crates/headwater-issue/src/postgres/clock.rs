@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use headwater_stream::clock::Timestamp;
 use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
 
@@ -17,6 +18,31 @@ const RESTART_BATCH_MAX: usize = 1000;
 const OTHER_PROCESS_MAX: Duration = Duration::from_secs(1);
 const OTHER_PROCESS_PAUSE: Duration = Duration::from_millis(20);
 
+/// The times of the server's clock.
+struct ServerTimes {
+    now: Timestamp,
+    /// Last stored by any process.
+    stored: Timestamp,
+}
+
+/// Gives `watch` its first reading, with which every later one is compared.
+pub(super) async fn read_first(
+    watch: &ClockWatch,
+    connection: &mut PgConnection,
+) -> Result<(), Error> {
+    let requested_at = watch.monotonic();
+    let times = read(connection).await?;
+    // A step that happened before this process began is handled by the first check.
+    let _ = watch.read(times.now, requested_at).or_else(|| watch.compare(times.now, times.stored));
+    Ok(())
+}
+
+async fn read(connection: &mut PgConnection) -> Result<ServerTimes, Error> {
+    let select = "SELECT headwater_ms(headwater_now()), headwater_ms(seen_at) FROM headwater_clock";
+    let row = sqlx::query(select).fetch_one(connection).await?;
+    Ok(ServerTimes { now: timestamp(row.try_get(0)?), stored: timestamp(row.try_get(1)?) })
+}
+
 impl PostgresStore {
     /// Reads the clock. After a step, ends all waits and renews all leases.
     pub(super) async fn check_clock(&self) -> Result<()> {
@@ -30,12 +56,7 @@ impl PostgresStore {
 
 async fn check_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Result<(), Error> {
     let requested_at = watch.monotonic();
-    let row = sqlx::query(
-        "SELECT headwater_ms(headwater_now()), headwater_ms(seen_at) FROM headwater_clock",
-    )
-    .fetch_one(&mut *connection)
-    .await?;
-    let (now, stored) = (timestamp(row.try_get(0)?), timestamp(row.try_get(1)?));
+    let ServerTimes { now, stored } = read(connection).await?;
     let detected = watch.read(now, requested_at).or_else(|| watch.compare(now, stored));
     let Some(detected) = detected else {
         if watch.should_store() {

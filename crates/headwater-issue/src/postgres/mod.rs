@@ -86,7 +86,11 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     // Only the monotonic time of this clock is used; the wall clock is the server's.
     let watch = ClockWatch::new(Arc::new(SystemClock));
     let deadline = options.call_deadline;
-    Ok(Arc::new(PostgresStore { connections, identity, deadline, schema, listener, watch }))
+    let store = PostgresStore { connections, identity, deadline, schema, listener, watch };
+    let first =
+        async |connection: &mut PgConnection| clock::read_first(&store.watch, connection).await;
+    store.call("reading the clock of the database", first).await?;
+    Ok(Arc::new(store))
 }
 
 impl PostgresStore {

@@ -121,8 +121,10 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let (writer, readers, identity, file, stored) =
         with_deadline(options.call_deadline, "opening the SQLite database", opening).await?;
     let watch = ClockWatch::new(Arc::clone(&options.clock));
-    // A detected step is handled before the first write.
-    let _ = watch.compare(options.clock.now(), stored);
+    // The first reading, with which every later one is compared. A detected step is handled before the first write.
+    let requested_at = watch.monotonic();
+    let now = options.clock.now();
+    let _ = watch.read(now, requested_at).or_else(|| watch.compare(now, stored));
     Ok(Arc::new(SqliteStore {
         writer,
         readers,
@@ -145,9 +147,17 @@ struct WriteTx {
 
 impl SqliteStore {
     async fn begin_write(&self) -> Result<WriteTx, sqlx::Error> {
-        self.check_clock().await?;
-        let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
-        Ok(WriteTx { transaction, now: self.clock.now() })
+        loop {
+            self.check_clock().await?;
+            let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
+            let requested_at = self.watch.monotonic();
+            let now = self.clock.now();
+            if self.watch.read(now, requested_at).is_none() {
+                return Ok(WriteTx { transaction, now });
+            }
+            // The clock was set while this call waited for the writer: deadlines mislead until that is handled.
+            transaction.rollback().await?;
+        }
     }
 
     /// Runs `call` in a transaction and commits.

@@ -1,7 +1,9 @@
 //! Databases that exist already: with other migrations, with newer functions, with the tables of an application.
 
+use std::time::Duration;
+
 use anyhow::Result;
-use headwater_issue::{IssueError, Migration, StoreOptions, connect};
+use headwater_issue::{IssueError, Migration, StoreOptions, WorkerConfig, connect};
 use headwater_testkit::{Database, Postgres};
 use sqlx::{AssertSqlSafe, Connection, Row};
 
@@ -63,7 +65,7 @@ async fn a_database_with_another_text_of_a_migration_is_refused_and_unchanged() 
         let refused = connect(&existing.url(), &StoreOptions::default()).await;
         let Err(error @ IssueError::Schema { .. }) = refused else { panic!("{refused:?}") };
         assert!(error.to_string().contains("migration 1"), "{error}");
-        assert_eq!(existing.ask(COUNT).await?, "2");
+        assert_eq!(existing.ask(COUNT).await?, "3");
     }
     Ok(())
 }
@@ -89,7 +91,7 @@ async fn tables_of_an_application_are_migrated_in_order_and_refused_if_newer() -
         store.migrate(&[NOTES, TITLES]).await?;
         store.migrate(&[NOTES, TITLES]).await?;
         existing.run("INSERT INTO notes (id, title) VALUES (1, 'a')").await?;
-        assert_eq!(existing.ask(COUNT).await?, "4");
+        assert_eq!(existing.ask(COUNT).await?, "5");
 
         // A program of the version before.
         let refused = store.migrate(&[NOTES]).await;
@@ -114,7 +116,7 @@ async fn a_migration_that_fails_leaves_nothing() -> Result<()> {
     for existing in Existing::both()? {
         let store = open(&existing.url()).await?;
         store.migrate(&[NOTES, broken]).await.unwrap_err();
-        assert_eq!(existing.ask(COUNT).await?, "2");
+        assert_eq!(existing.ask(COUNT).await?, "3");
         existing.run("CREATE TABLE half (id bigint); CREATE TABLE notes (id bigint)").await?;
     }
     Ok(())
@@ -172,7 +174,39 @@ async fn versions_of_an_application_ascend_within_its_own_range() -> Result<()> 
             let rejected = store.migrate(list).await;
             assert!(matches!(rejected, Err(IssueError::Invalid { .. })), "{rejected:?}");
         }
-        assert_eq!(existing.ask(COUNT).await?, "2");
+        assert_eq!(existing.ask(COUNT).await?, "3");
     }
+    Ok(())
+}
+
+/// Rows that every run and every heartbeat updates: free space in the pages keeps those updates out of the indexes, and
+/// autovacuum does not wait for a fifth of the table. Without a fill factor, pages are filled.
+#[tokio::test(flavor = "multi_thread")]
+async fn tables_that_are_updated_often_have_room_in_their_pages_and_are_vacuumed_early()
+-> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    open(&database.url()).await?.close().await;
+    let found = database.query(
+        "SELECT c.relname, option.option_name, option.option_value
+         FROM pg_class c, pg_options_to_table(c.reloptions) option
+         WHERE c.relname IN ('issues', 'event_logs', 'outbox', 'workers') AND c.relkind = 'r'
+         ORDER BY 1, 2",
+    )?;
+    let expected = [
+        "event_logs|autovacuum_analyze_scale_factor|0.02",
+        "event_logs|autovacuum_vacuum_scale_factor|0.02",
+        "issues|autovacuum_analyze_scale_factor|0.05",
+        "issues|autovacuum_vacuum_scale_factor|0.02",
+        "issues|fillfactor|70",
+        "outbox|autovacuum_analyze_scale_factor|0.05",
+        "outbox|autovacuum_vacuum_scale_factor|0.02",
+        "outbox|fillfactor|80",
+        "workers|autovacuum_vacuum_scale_factor|0",
+        "workers|autovacuum_vacuum_threshold|100",
+        "workers|fillfactor|50",
+    ];
+    assert_eq!(found.lines().collect::<Vec<_>>(), expected);
+    // How often each running issue and each worker are updated.
+    assert_eq!(WorkerConfig::default().heartbeat_every, Duration::from_secs(15));
     Ok(())
 }

@@ -51,7 +51,7 @@ async fn six_processes_started_at_once_share_a_new_sqlite_file() -> Result<()> {
 async fn six_processes_started_at_once_share_a_new_postgres_database() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     start_at_once(&database.url()).await?;
-    assert_eq!(database.query("SELECT count(*) FROM headwater_migrations")?, "2");
+    assert_eq!(database.query("SELECT count(*) FROM headwater_migrations")?, "3");
     Ok(())
 }
 

@@ -231,6 +231,7 @@ delegate! {
         issue(id: IssueId) -> Option<Issue>;
         find_issue(integration: &str, project: &str, issue: &str) -> Option<Issue>;
         issues(filter: &IssueFilter, limit: usize) -> Vec<Issue>;
+        count_issues(filter: &IssueFilter, max: usize) -> usize;
         event_logs(id: IssueId, filter: &EventLogFilter, limit: usize) -> Vec<EventLog>;
         runs(id: IssueId, before: Option<ClaimEpoch>, limit: usize) -> Vec<IssueRun>;
         processed_event_logs(id: IssueId, from: Timestamp, to: Timestamp, limit: usize) -> Vec<EventLog>;

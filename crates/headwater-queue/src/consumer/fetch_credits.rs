@@ -17,7 +17,7 @@ use headwater_stream::StreamName;
 use headwater_stream::limits::READ_STREAMS_MAX;
 use tokio::time::Instant;
 
-use super::capacity_pool::CapacityPool;
+use super::capacity_pool::{CapacityPool, PartitionLimits};
 
 /// How long a read waits when partitions take turns.
 const TURN_WAIT: Duration = Duration::from_millis(20);
@@ -97,15 +97,14 @@ impl<T> FetchSource<T> {
     }
 
     /// How many messages it may have in flight.
-    fn limit(&self) -> usize {
-        let limits = self.pool.limits();
+    fn limit(&self, limits: PartitionLimits) -> usize {
         limits.bulk.filter(|_| self.is_fast).unwrap_or(limits.regular)
     }
 
     /// What is left of the free capacity of its subscription after a read of so many entries; `None` if they do not fit.
     /// Only a message that does not wait for a handler may use the reserve.
     fn take_regular(&self, free: usize, count: usize) -> Option<usize> {
-        let in_flight = self.limit().saturating_sub(self.credits());
+        let in_flight = self.limit(self.pool.limits()).saturating_sub(self.credits());
         let may_use_reserve = count == 1 && in_flight < self.pool.concurrency();
         let reserve = if may_use_reserve { 0 } else { self.pool.reserve() };
         free.checked_sub(count).filter(|left| *left >= reserve)
@@ -113,7 +112,9 @@ impl<T> FetchSource<T> {
 
     /// Credits within the regular limit. Those of a fast partition reach up to its bulk limit.
     fn regular_credits(&self) -> usize {
-        self.credits().saturating_sub(self.limit() - self.pool.limits().regular)
+        // Read once: the pool may be divided anew at any time, and the limits of before and after do not fit together.
+        let limits = self.pool.limits();
+        self.credits().saturating_sub(self.limit(limits).saturating_sub(limits.regular))
     }
 
     /// How the next read may include it.

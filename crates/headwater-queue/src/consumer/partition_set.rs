@@ -4,6 +4,7 @@
 //! `fetcher`.
 
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -255,6 +256,10 @@ impl RebalanceListener for PartitionSet {
         let read_at = Instant::now() - TOPIC_AGE_MAX;
         let mut state = self.lock();
         self.context.barriers.update_topic(Arc::clone(&topic), read_at);
+        // Metadata that was lost says nothing about retries: the last known number stays.
+        if !(self.context.is_created_topic && topic.layout.is_plain()) {
+            self.context.max_retries.store(topic.policies.max_retries, Ordering::Relaxed);
+        }
         if !state.is_stopping {
             state.delay_schedulers = delay_schedulers(&self.context, &topic, &self.shared_tasks);
         }
@@ -275,23 +280,44 @@ mod tests {
     use crate::keys::Layout;
     use crate::topic::{GroupName, TopicName};
 
-    #[tokio::test]
-    async fn a_member_without_partitions_does_not_clean_up_dead_members() -> anyhow::Result<()> {
+    async fn partition_set(topic: &Arc<Topic>) -> anyhow::Result<PartitionSet> {
         let backend = connect("embedded:memory", &Options::default()).await?;
-        let topic = Arc::new(Topic::plain(TopicName::new("orders")?, Layout::Plain));
         let handler = Arc::new(|_: crate::Message| async { Outcome::Done });
         let config = ConsumerConfig { mode: Mode::Shared, ..Default::default() };
         let group = GroupName::new("billing")?;
         let context = SubscriptionContext::new(
             backend,
-            Arc::clone(&topic),
+            Arc::clone(topic),
             group,
             handler,
             config,
             None,
             Vec::new(),
         );
-        let partition_set = PartitionSet::new(context, topic, Arc::default());
+        Ok(PartitionSet::new(context, Arc::clone(topic), Arc::default()))
+    }
+
+    #[tokio::test]
+    async fn lost_metadata_does_not_change_the_limit_of_retries() -> anyhow::Result<()> {
+        let with_retries = |layout, max_retries| -> anyhow::Result<Arc<Topic>> {
+            let mut topic = Topic::plain(TopicName::new("orders")?, layout);
+            topic.policies.max_retries = max_retries;
+            Ok(Arc::new(topic))
+        };
+        let partition_set = partition_set(&with_retries(Layout::Partitioned, 1000)?).await?;
+        let max_retries = || partition_set.context.max_retries.load(Ordering::Relaxed);
+        partition_set.on_topic_changed(with_retries(Layout::Plain, 4)?);
+        assert_eq!(max_retries(), 1000);
+        partition_set.on_topic_changed(with_retries(Layout::Partitioned, 7)?);
+        assert_eq!(max_retries(), 7);
+        partition_set.terminate();
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn a_member_without_partitions_does_not_clean_up_dead_members() -> anyhow::Result<()> {
+        let topic = Arc::new(Topic::plain(TopicName::new("orders")?, Layout::Plain));
+        let partition_set = partition_set(&topic).await?;
         // Not joined yet, or stopping: the entries of the dead member are still to be reclaimed.
         assert!(!partition_set.on_member_died(ConsumerName::new("dead")?).await);
         partition_set.terminate();

@@ -123,7 +123,8 @@ pub(super) fn lease_of(consumer: &ConsumerName) -> Option<Duration> {
 /// How the messages of a partition are handled: like those of a subscription with default settings.
 pub(super) fn policy(topic: &Arc<Topic>, partition: Partition, group: &GroupName) -> MessagePolicy {
     let config = ConsumerConfig::default();
-    MessagePolicy::new(Arc::clone(topic), partition, group.clone(), &config, None)
+    let max_retries = Arc::new(topic.policies.max_retries.into());
+    MessagePolicy::new(Arc::clone(topic), partition, group.clone(), &config, max_retries, None)
 }
 
 /// An entry as the policy sees it.

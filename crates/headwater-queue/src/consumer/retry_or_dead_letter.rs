@@ -6,6 +6,7 @@
 //! Not here: time, tasks and the backend. These are pure functions.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use headwater_stream::clock::{Clock, SystemClock};
@@ -31,6 +32,8 @@ pub(super) struct MessagePolicy {
     group: GroupName,
     order: MessageOrder,
     retry: RetryPolicy,
+    /// Retries of a message that sets no limit. Follows the topic while the partition is consumed.
+    max_retries: Arc<AtomicU32>,
     epoch: Option<Epoch>,
 }
 
@@ -90,9 +93,11 @@ impl MessagePolicy {
         partition: Partition,
         group: GroupName,
         config: &ConsumerConfig,
+        max_retries: Arc<AtomicU32>,
         epoch: Option<Epoch>,
     ) -> Self {
         Self {
+            max_retries,
             stream: keys::stream(&topic, partition),
             delays: keys::delays(&topic, partition),
             dead_letters: keys::dead_letters(&topic),
@@ -221,7 +226,8 @@ impl MessagePolicy {
     }
 
     fn attempts_max(&self, message: &Message) -> u32 {
-        let retries = message.max_retries.unwrap_or(self.topic.policies.max_retries);
+        let retries =
+            message.max_retries.unwrap_or_else(|| self.max_retries.load(Ordering::Relaxed));
         self.retry.max_attempts.unwrap_or_else(|| retries.saturating_add(1))
     }
 
@@ -284,7 +290,9 @@ mod tests {
         let backoff = Backoff::Fixed(Duration::from_secs(3));
         let retry = RetryPolicy { backoff, ..Default::default() };
         let config = ConsumerConfig { order, retry, ..Default::default() };
-        MessagePolicy::new(Arc::new(topic), 0, GroupName::new("billing").unwrap(), &config, None)
+        let (retries, group) =
+            (topic.policies.max_retries.into(), GroupName::new("billing").unwrap());
+        MessagePolicy::new(Arc::new(topic), 0, group, &config, Arc::new(retries), None)
     }
 
     fn item(fields: &[(&'static str, &'static str)], deliveries: u64) -> InFlightMessage {

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `subscription` creates it. Downstream: every `partition_driver` of the subscription.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use headwater_stream::{Backend, Epoch, GroupStart};
@@ -28,6 +28,8 @@ pub(super) struct SubscriptionContext {
     /// Whether the topic was created when the subscription started. If it is deleted, it counts as a plain topic.
     pub(super) is_created_topic: bool,
     pub(super) barriers: Arc<Barriers>,
+    /// Retries of a message that sets no limit, by the topic as it was read last.
+    pub(super) max_retries: Arc<AtomicU32>,
     /// Whether no handler may start.
     pub(super) paused: AtomicBool,
     pub(super) pool: Arc<CapacityPool>,
@@ -75,6 +77,7 @@ impl SubscriptionContext {
         Self {
             backend,
             barriers: Arc::new(Barriers::new(config.order, Arc::clone(&topic))),
+            max_retries: Arc::new(topic.policies.max_retries.into()),
             is_created_topic: !topic.layout.is_plain(),
             topic: topic.name.clone(),
             group,
@@ -105,7 +108,8 @@ impl SubscriptionContext {
         partition: Partition,
         epoch: Option<Epoch>,
     ) -> MessagePolicy {
-        MessagePolicy::new(topic, partition, self.group.clone(), &self.config, epoch)
+        let (group, max_retries) = (self.group.clone(), Arc::clone(&self.max_retries));
+        MessagePolicy::new(topic, partition, group, &self.config, max_retries, epoch)
     }
 
     /// Starts a task that appends again what Redis lost.

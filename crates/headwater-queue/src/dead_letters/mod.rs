@@ -79,6 +79,14 @@ impl Default for DeadLetterQuery {
     }
 }
 
+/// A state of the dead letters of a topic: while the revision is the same, so are the dead letters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeadLettersRevision {
+    // Adding one raises the newest id for ever; removing one lowers the number, and only adding raises it again.
+    length: u64,
+    newest: EntryId,
+}
+
 /// The dead letters to replay or purge.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeadLetterSelection {
@@ -123,6 +131,15 @@ impl DeadLetters {
         }
         let position = scan.last_id().filter(|_| !scan.has_ended());
         Ok(Page { items, next: position.map(|id| scope.cursor((id, 0))) })
+    }
+
+    /// The current revision, without reading a dead letter. Read it before the dead letters, so that a change in between is
+    /// noticed the next time.
+    pub async fn revision(&self) -> Result<DeadLettersRevision> {
+        let stats = self.queue.inner.backend.stats_without_lag(&self.stream).await?;
+        let (length, newest) =
+            stats.map_or((0, EntryId::MIN), |stats| (stats.length, stats.last_generated_id));
+        Ok(DeadLettersRevision { length, newest })
     }
 
     /// Returns one dead letter, or [`QueueError::NoDeadLetter`].

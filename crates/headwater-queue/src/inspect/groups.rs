@@ -1,16 +1,23 @@
 //! Group statistics: pending messages, lag, consumers, members and partition owners.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{EntryId, LeaseInfo, LeaseName, Liveness, SettleAction, StreamStats};
+use futures_util::{StreamExt, TryStreamExt, stream};
+use headwater_stream::{
+    EntryId, GroupStats, LeaseInfo, LeaseName, Liveness, SettleAction, StreamError, StreamStats,
+};
 
-use super::Inspector;
+use super::{CONCURRENT_STATS, Inspector, ReadPartitions};
 use crate::config::Mode;
 use crate::error::{QueueError, Result};
 use crate::group::{GroupSnapshot, MemberStatus};
 use crate::keys;
-use crate::topic::{GroupName, Partition, Topic, group_name};
+use crate::topic::{GroupName, Partition, Topic, TopicName, group_name};
+
+/// The problem of a partition whose messages could be read, and whose lease could not.
+const OWNER_UNKNOWN: &str = "the server of its lease did not answer";
 
 /// Statistics of a group on a topic.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,11 +26,11 @@ pub struct GroupView {
     pub topic: String,
     /// The group.
     pub group: String,
-    /// Messages delivered and not settled.
+    /// Messages delivered and not settled, of the partitions that can be read.
     pub pending: u64,
-    /// Messages not delivered yet; `None` if the server cannot tell for some partition.
+    /// Messages not delivered yet; `None` if the server cannot tell for some partition, or a partition cannot be read.
     pub lag: Option<u64>,
-    /// Its consumers over all partitions, sorted by name. Old ones remain listed until they are removed.
+    /// Its consumers over all partitions that can be read, sorted by name. Old ones remain listed until they are removed.
     pub consumers: Vec<ConsumerView>,
     /// Registered members for this topic, sorted by name.
     pub members: Vec<MemberView>,
@@ -36,16 +43,44 @@ pub struct GroupView {
 pub struct GroupPartitionView {
     /// The partition.
     pub partition: Partition,
-    /// Messages delivered and not settled.
-    pub pending: u64,
-    /// Messages not delivered yet; `None` where the server cannot tell.
+    /// Messages delivered and not settled; `None` if the partition cannot be read.
+    pub pending: Option<u64>,
+    /// Messages not delivered yet; `None` where the server cannot tell, or the partition cannot be read.
     pub lag: Option<u64>,
-    /// The last delivered message; `None` if the group does not exist on this partition.
+    /// The last delivered message; `None` if the group does not exist on this partition, or the partition cannot be read.
     pub last_delivered: Option<EntryId>,
     /// The newest message of the partition.
     pub last_id: Option<EntryId>,
-    /// The owner; `None` if the partition is free or shared.
+    /// The owner; `None` if the partition is free or shared, or `problem` is set.
     pub owner: Option<OwnerView>,
+    /// Why something of the partition is unknown: its server does not answer. `None` if everything could be read.
+    pub problem: Option<String>,
+}
+
+impl GroupView {
+    /// The partitions that could not be read completely, because their server does not answer. Their messages are not in the totals.
+    pub fn unread_partitions(&self) -> Vec<Partition> {
+        let unread = self.partitions.iter().filter(|one| one.problem.is_some());
+        unread.map(|one| one.partition).collect()
+    }
+
+    /// Fails with a transient error if a partition could not be read. For changes that depend on all of them.
+    pub(crate) fn require_complete(&self) -> Result<()> {
+        self.partitions.iter().try_for_each(GroupPartitionView::require_complete)
+    }
+}
+
+impl GroupPartitionView {
+    /// Fails with a transient error if the partition could not be read.
+    pub fn require_complete(&self) -> Result<()> {
+        match &self.problem {
+            None => Ok(()),
+            Some(problem) => {
+                let problem = format!("partition {} cannot be read: {problem}", self.partition);
+                Err(StreamError::Unavailable { problem, source: None }.into())
+            }
+        }
+    }
 }
 
 /// The owner of a partition.
@@ -90,55 +125,103 @@ pub struct MemberView {
 }
 
 impl Inspector {
-    /// Statistics of one group of a topic.
+    /// Statistics of one group of a topic. Partitions whose server does not answer have a
+    /// [`problem`](GroupPartitionView::problem). Fails with that of one of them if no other has the group.
     pub async fn group(&self, topic: &str, group: &str) -> Result<GroupView> {
         let group = group_name(group)?;
         let topic = self.queue.existing_topic(topic).await?;
-        let stats = self.queue.partition_stats(&topic).await?;
-        if !names(&stats).contains(&group) {
-            return Err(no_group(&topic, &group));
+        let read = self.queue.readable_partition_stats(&topic).await?;
+        if group_names(&read.stats).contains(&group) {
+            return self.view(&topic, &group, &read).await;
         }
-        self.view(&topic, &group, &stats).await
+        Err(read.error.map_or_else(|| no_group(&topic, &group), QueueError::from))
     }
 
-    /// Statistics of all groups of a topic, sorted by name.
+    /// Statistics of all groups of a topic, sorted by name; see [`group`](Self::group). Groups that are only on partitions whose
+    /// server does not answer are not found.
     pub async fn groups(&self, topic: &str) -> Result<Vec<GroupView>> {
         let topic = self.queue.existing_topic(topic).await?;
-        let stats = self.queue.partition_stats(&topic).await?;
+        let read = self.queue.readable_partition_stats(&topic).await?;
         let mut views = Vec::new();
-        for group in names(&stats) {
-            views.push(self.view(&topic, &group, &stats).await?);
+        for group in group_names(&read.stats) {
+            views.push(self.view(&topic, &group, &read).await?);
         }
-        Ok(views)
+        match read.error {
+            Some(error) if views.is_empty() => Err(error.into()),
+            _ => Ok(views),
+        }
+    }
+
+    /// The names of all groups of a topic, sorted. Cheaper than [`groups`](Self::groups): no lag, members or owners.
+    pub async fn group_names(&self, topic: &str) -> Result<Vec<String>> {
+        let topic = self.queue.existing_topic(topic).await?;
+        let streams = (0..topic.partitions).map(|partition| keys::stream(&topic, partition));
+        let backend = &self.queue.inner.backend;
+        let stats = streams.map(|stream| {
+            let backend = Arc::clone(backend);
+            async move { backend.stats_without_lag(&stream).await }
+        });
+        let stats: Vec<Option<StreamStats>> =
+            stream::iter(stats).buffered(CONCURRENT_STATS).try_collect().await?;
+        Ok(group_names(&stats).iter().map(GroupName::to_string).collect())
     }
 
     async fn view(
         &self,
         topic: &Topic,
         group: &GroupName,
-        stats: &[Option<StreamStats>],
+        read: &ReadPartitions,
     ) -> Result<GroupView> {
-        let owners = self.owners(topic, group).await?;
+        let stats = &read.stats;
+        // A group of another program may have a name that Headwater does not accept: it has no leases and no members.
+        let is_valid = group_name(group.as_str()).is_ok();
+        let (owners, members) = if is_valid {
+            let names = lease_names(topic, group);
+            (self.read_owners(&names).await?, self.members(topic, group).await?)
+        } else {
+            (vec![None; stats.len()], Vec::new())
+        };
+        let stats_or_problems = stats.iter().zip(&read.problems);
         let partitions: Vec<GroupPartitionView> = (0..)
-            .zip(stats)
+            .zip(stats_or_problems)
             .zip(owners)
-            .map(|((partition, stats), owner)| partition_view(partition, group, stats, owner))
+            .map(|((partition, (stats, problem)), owner)| match problem {
+                None => partition_view(partition, group, stats, owner),
+                Some(problem) => unread_partition(partition, problem),
+            })
             .collect();
         Ok(GroupView {
             topic: topic.name.to_string(),
             group: group.to_string(),
-            pending: partitions.iter().map(|partition| partition.pending).sum(),
+            pending: partitions.iter().filter_map(|partition| partition.pending).sum(),
             lag: partitions.iter().map(|partition| partition.lag).sum(),
             consumers: consumers(group, stats),
-            members: self.members(topic, group).await?,
+            members,
             partitions,
         })
     }
 
-    async fn owners(&self, topic: &Topic, group: &GroupName) -> Result<Vec<Option<OwnerView>>> {
-        let names: Vec<LeaseName> =
-            (0..topic.partitions).map(|partition| keys::lease(topic, group, partition)).collect();
-        let leases = self.queue.inner.backend.leases(&names).await?;
+    /// The owners of the partitions of several groups, each a topic and a group, in one call of the backend; by number of the
+    /// partition, `None` for one that is free or shared. A lease whose server did not answer has the holder
+    /// [`LeaseInfo::UNKNOWN`]. A group whose name Headwater does not accept has none: the list is empty.
+    pub async fn owners(&self, groups: &[(String, String)]) -> Result<Vec<Vec<Option<OwnerView>>>> {
+        let (mut names, mut counts) = (Vec::new(), Vec::new());
+        for (topic, group) in groups {
+            let Ok(group) = group_name(group) else {
+                counts.push(0);
+                continue;
+            };
+            // One topic whose metadata cannot be read does not hide the owners of the others.
+            let topic = self.queue.topic_or_expired(&TopicName::new(topic)?).await?;
+            names.extend(lease_names(&topic, &group));
+            counts.push(usize::from(topic.partitions));
+        }
+        let mut owners = self.read_owners(&names).await?.into_iter();
+        Ok(counts.into_iter().map(|count| owners.by_ref().take(count).collect()).collect())
+    }
+
+    async fn read_owners(&self, names: &[LeaseName]) -> Result<Vec<Option<OwnerView>>> {
+        let leases = self.queue.inner.backend.leases(names).await?;
         let owner = |lease: LeaseInfo| OwnerView {
             heartbeat_age: self.age(lease.remaining),
             holder: lease.holder.to_string(),
@@ -187,11 +270,15 @@ impl Inspector {
     }
 }
 
+fn lease_names(topic: &Topic, group: &GroupName) -> Vec<LeaseName> {
+    (0..topic.partitions).map(|partition| keys::lease(topic, group, partition)).collect()
+}
+
 fn no_group(topic: &Topic, group: &GroupName) -> QueueError {
     QueueError::NoGroup { topic: topic.name.to_string(), group: group.to_string() }
 }
 
-fn names(stats: &[Option<StreamStats>]) -> BTreeSet<GroupName> {
+pub(crate) fn group_names(stats: &[Option<StreamStats>]) -> BTreeSet<GroupName> {
     let groups = stats.iter().flatten().flat_map(|stats| &stats.groups);
     groups.map(|group| group.name.clone()).collect()
 }
@@ -202,20 +289,47 @@ fn partition_view(
     stats: &Option<StreamStats>,
     owner: Option<OwnerView>,
 ) -> GroupPartitionView {
-    let found =
-        stats.iter().flat_map(|stats| &stats.groups).find(|candidate| candidate.name == *group);
+    let (pending, lag) = group_of_partition(group, stats);
+    let is_unknown = |owner: &OwnerView| owner.holder == LeaseInfo::UNKNOWN;
+    let problem = owner.as_ref().is_some_and(is_unknown).then(|| OWNER_UNKNOWN.to_owned());
     GroupPartitionView {
         partition,
-        pending: found.map_or(0, |group| group.pending),
-        // Where the group does not exist, no message was delivered.
-        lag: match (found, stats) {
-            (Some(group), _) => group.lag,
-            (None, Some(stats)) => Some(stats.length),
-            (None, None) => Some(0),
-        },
-        last_delivered: found.map(|group| group.last_delivered),
+        pending: Some(pending),
+        lag,
+        last_delivered: find(group, stats).map(|group| group.last_delivered),
         last_id: stats.as_ref().and_then(|stats| stats.last_id),
-        owner,
+        owner: owner.filter(|owner| !is_unknown(owner)),
+        problem,
+    }
+}
+
+/// A partition whose server does not answer.
+fn unread_partition(partition: Partition, problem: &str) -> GroupPartitionView {
+    GroupPartitionView {
+        partition,
+        pending: None,
+        lag: None,
+        last_delivered: None,
+        last_id: None,
+        owner: None,
+        problem: Some(problem.to_owned()),
+    }
+}
+
+fn find<'a>(group: &GroupName, stats: &'a Option<StreamStats>) -> Option<&'a GroupStats> {
+    stats.iter().flat_map(|stats| &stats.groups).find(|candidate| candidate.name == *group)
+}
+
+/// Pending messages and lag of a group on a partition.
+pub(crate) fn group_of_partition(
+    group: &GroupName,
+    stats: &Option<StreamStats>,
+) -> (u64, Option<u64>) {
+    match (find(group, stats), stats) {
+        (Some(group), _) => (group.pending, group.lag),
+        // Where the group does not exist, no message was delivered.
+        (None, Some(stats)) => (0, Some(stats.length)),
+        (None, None) => (0, Some(0)),
     }
 }
 

@@ -10,15 +10,22 @@ mod messages;
 mod pending;
 mod topics;
 
+use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
+use futures_util::future::join_all;
 use futures_util::{StreamExt, TryStreamExt, stream};
-use headwater_stream::StreamStats;
+use headwater_stream::{StreamError, StreamStats};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
 
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic, TopicName};
+
+pub(crate) use groups::{group_names, group_of_partition};
 
 pub use delayed::DelayedView;
 pub use groups::{ConsumerView, GroupPartitionView, GroupView, MemberView, OwnerView};
@@ -28,6 +35,45 @@ pub use topics::{PartitionView, TopicView};
 
 /// Partitions read concurrently.
 const CONCURRENT_STATS: usize = 16;
+
+/// A read that takes longer does not count as one of those at once.
+const SLOW_AFTER: Duration = Duration::from_millis(250);
+/// How many times as many reads are running at most, with the slow ones.
+const RUNNING_FACTOR_MAX: usize = 8;
+
+/// Reads several topics concurrently, and returns the results in their order. Starts further reads while fewer than `at_once` are
+/// running, not counting those that have taken longer than 250 ms: the topics of a server that does not answer delay the others
+/// little, and cost one deadline together. At most eight times `at_once` are running, the slow ones included. Cancel-safe if the
+/// reads are.
+pub async fn read_each<F: Future>(at_once: usize, reads: Vec<F>) -> Vec<F::Output> {
+    let (running, starting) =
+        (Semaphore::new(at_once * RUNNING_FACTOR_MAX), Semaphore::new(at_once));
+    join_all(reads.into_iter().map(|reading| read_one(&running, &starting, reading))).await
+}
+
+async fn read_one<F: Future>(running: &Semaphore, starting: &Semaphore, reading: F) -> F::Output {
+    let _running = running.acquire().await.expect("the semaphore is never closed");
+    let permit = starting.acquire().await.expect("the semaphore is never closed");
+    let mut reading = pin!(reading);
+    match timeout(SLOW_AFTER, reading.as_mut()).await {
+        Ok(read) => read,
+        Err(_) => {
+            drop(permit);
+            reading.await
+        }
+    }
+}
+
+/// What could be read of the partitions of a topic.
+#[derive(Default)]
+pub(crate) struct ReadPartitions {
+    /// Statistics of each partition's stream, by partition number; `None` for one without a stream, or that could not be read.
+    stats: Vec<Option<StreamStats>>,
+    /// Why a partition could not be read, by partition number.
+    problems: Vec<Option<String>>,
+    /// One of the errors.
+    error: Option<StreamError>,
+}
 
 /// Inspects topics and groups without changing them.
 #[derive(Clone, Debug)]
@@ -64,6 +110,33 @@ impl Queue {
         });
         Ok(stream::iter(looks).buffered(CONCURRENT_STATS).try_collect().await?)
     }
+
+    /// Statistics of each partition whose server answers. Fails if none does.
+    pub(crate) async fn readable_partition_stats(&self, topic: &Topic) -> Result<ReadPartitions> {
+        let backend = &self.inner.backend;
+        let reads = (0..topic.partitions).map(|partition| {
+            let (backend, stream) = (Arc::clone(backend), keys::stream(topic, partition));
+            async move { backend.stats(&stream).await }
+        });
+        let mut read = ReadPartitions::default();
+        for result in read_each(CONCURRENT_STATS, reads.collect()).await {
+            let (stats, problem) = match result {
+                Ok(stats) => (stats, None),
+                Err(error) if error.is_transient() => {
+                    let problem = error.to_string();
+                    read.error.get_or_insert(error);
+                    (None, Some(problem))
+                }
+                Err(error) => return Err(error.into()),
+            };
+            read.stats.push(stats);
+            read.problems.push(problem);
+        }
+        match read.error {
+            Some(error) if read.problems.iter().all(Option::is_some) => Err(error.into()),
+            _ => Ok(read),
+        }
+    }
 }
 
 /// The selected partition, or all. Fails if it does not exist.
@@ -78,6 +151,50 @@ pub(crate) fn select_partitions(
             let last = topic.partitions - 1;
             let problem = format!("{partition}; topic `{}` has partitions 0 to {last}", topic.name);
             Err(QueueError::invalid("a partition", problem))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use tokio::time::{Instant, sleep};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn slow_reads_at_the_same_time_have_a_maximum() {
+        let (running, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let read = || async {
+            most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            sleep(Duration::from_secs(5)).await;
+            running.fetch_sub(1, Ordering::SeqCst);
+        };
+
+        let read = read_each(2, (0..100).map(|_| read()).collect()).await;
+
+        assert_eq!((read.len(), most.into_inner()), (100, 2 * RUNNING_FACTOR_MAX));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn reads_without_an_answer_delay_the_others_little() {
+        let (began, deadline) = (Instant::now(), Duration::from_secs(5));
+        let read = |number: u32| async move {
+            if number.is_multiple_of(2) {
+                sleep(deadline).await;
+            }
+            (number, began.elapsed())
+        };
+
+        let read = read_each(4, (0..40).map(read).collect()).await;
+
+        assert!(read.iter().map(|(number, _)| *number).eq(0..40), "{read:?}");
+        // Twenty without an answer, four at once.
+        let waited = SLOW_AFTER * 5;
+        for (number, took) in read {
+            let limit = if number.is_multiple_of(2) { waited + deadline } else { waited };
+            assert!(took <= limit, "{number} took {took:?}");
         }
     }
 }

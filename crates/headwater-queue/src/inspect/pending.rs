@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use futures_util::{StreamExt, TryStreamExt, stream};
 use headwater_stream::{
     ConsumerName, Direction, EntryId, PendingDelivery, PendingDeliveryQuery, SettleAction,
     StreamError,
 };
 
-use super::{Inspector, select_partitions};
-use crate::error::Result;
+use super::{CONCURRENT_STATS, Inspector, select_partitions};
+use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::merge_pages::{IdRange, MergedPage, PageMerge};
 use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit, previous};
@@ -121,6 +122,38 @@ impl Inspector {
             self.group(topic.name.as_str(), group.as_str()).await?;
         }
         Ok(page(merged, &scope))
+    }
+
+    /// The pending message with the lowest id of each of these partitions, in their order. A partition without one, or that does
+    /// not exist, is left out.
+    pub async fn oldest_pending(
+        &self,
+        topic: &str,
+        group: &str,
+        partitions: &[Partition],
+    ) -> Result<Vec<PendingView>> {
+        let group = group_name(group)?;
+        let topic = self.queue.existing_topic(topic).await?;
+        let (topic, group, backend) = (&*topic, &group, &self.queue.inner.backend);
+        let looks = partitions.iter().copied().filter(|partition| *partition < topic.partitions);
+        let looks = looks.map(|partition| async move {
+            let query = PendingDeliveryQuery {
+                stream: &keys::stream(topic, partition),
+                group,
+                consumer: None,
+                min_idle: Duration::ZERO,
+                after: None,
+                count: 1,
+            };
+            let found = match backend.pending(query).await {
+                Ok(found) => found,
+                Err(StreamError::NoGroup { .. }) => Vec::new(),
+                Err(error) => return Err(QueueError::from(error)),
+            };
+            Ok(found.into_iter().next().map(|pending| view(pending.id, partition, pending)))
+        });
+        let found: Vec<_> = stream::iter(looks).buffered(CONCURRENT_STATS).try_collect().await?;
+        Ok(found.into_iter().flatten().collect())
     }
 
     /// One pending message of a group; `None` if it is not pending, or the group does not exist on its partition.

@@ -17,7 +17,7 @@ use tracing::Instrument;
 use super::idempotent::IdempotencyKey;
 use super::partition_handle::PartitionHandle;
 use super::topic_cache::CachedTopic;
-use super::{Producer, Sent, missing_result, single};
+use super::{Producer, Sent, missing_result, single, use_expired};
 use crate::error::{QueueError, Result};
 use crate::limits::SEND_BATCH_MAX;
 use crate::message::{MessageHeaders, NewMessage, OutgoingMessage, PartitionFields};
@@ -143,7 +143,7 @@ impl Producer {
             let problem = format!("{count} messages; the limit is {SEND_BATCH_MAX}");
             return Err(QueueError::invalid("batch", problem));
         }
-        let cached = self.cached_topic(topic, until).await?;
+        let cached = self.cached_topic(topic, use_expired(&messages), until).await?;
         let traced =
             trace::send_span(self.bridge(), &cached.topic.name, None, &MessageHeaders::new());
         let batch = self

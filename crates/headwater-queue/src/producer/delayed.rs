@@ -3,6 +3,7 @@
 //! Upstream: applications. Downstream: the delay set of the topic; its consumers append due messages to their
 //! partitions.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
@@ -10,10 +11,11 @@ use headwater_stream::{DelayId, DueTime, ScheduleRequest, StreamError};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
-use super::{PreparedMessage, Producer, single};
+use super::{PreparedMessage, Producer, single, use_expired};
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::message::NewMessage;
+use crate::queue::UseExpired;
 use crate::topic::{Partition, TopicName};
 
 /// A scheduled message. Keep it to be able to [cancel](Producer::cancel) the message.
@@ -54,16 +56,22 @@ impl Producer {
     /// Cancels a delayed message. Returns whether it was still waiting; if not, it was delivered or cancelled before.
     pub async fn cancel(&self, delayed: &DelayedMessage) -> Result<bool> {
         let until = Instant::now() + self.inner.config.deadline;
-        let cached = self.cached_topic(delayed.topic.as_str(), until).await?;
-        if delayed.partition >= cached.topic.partitions {
-            return Ok(false);
-        }
-        let delays = keys::delays(&cached.topic, delayed.partition);
-        let cancelling = self.inner.queue.backend().cancel(&delays, delayed.id);
-        match timeout_at(until, cancelling).await {
-            Ok(cancelled) => Ok(cancelled?),
-            Err(_) => Err(self.deadline_exceeded(delayed.topic.as_str())),
-        }
+        let name = delayed.topic.as_str();
+        let cached = self.cached_topic(name, UseExpired::Always, until).await?;
+        let cancelling = async {
+            let queue = &self.inner.queue;
+            let mut topic = Arc::clone(&cached.topic);
+            if delayed.partition >= topic.partitions {
+                // The partition may have been added since the copy was read.
+                topic = queue.read_topic(&delayed.topic).await?;
+            }
+            if delayed.partition >= topic.partitions {
+                return Ok(false);
+            }
+            let delays = keys::delays(&topic, delayed.partition);
+            Ok(queue.backend().cancel(&delays, delayed.id).await?)
+        };
+        timeout_at(until, cancelling).await.unwrap_or_else(|_| Err(self.deadline_exceeded(name)))
     }
 
     async fn send_due(
@@ -73,7 +81,8 @@ impl Producer {
         due: DueTime,
     ) -> Result<DelayedMessage> {
         let until = Instant::now() + self.inner.config.deadline;
-        let cached = self.cached_topic(topic, until).await?;
+        let use_expired = use_expired(std::slice::from_ref(&message));
+        let cached = self.cached_topic(topic, use_expired, until).await?;
         if message.id.is_some() {
             let problem = "a delayed message cannot have an id; send it without one, or undelayed";
             return Err(QueueError::invalid("id", problem));

@@ -1,8 +1,7 @@
 //! The topic cache of a producer: metadata of topics and a handle for each of their partitions.
 //!
-//! Upstream: `producer`. Downstream: the topic registry of the queue.
-//! Guarantees: cached metadata is at most `refresh` old; when it has to be read again, one caller reads it and concurrent
-//! callers wait for it.
+//! Upstream: `producer`. Downstream: the metadata cache of the queue, which shares one read among concurrent callers.
+//! Guarantees: cached metadata is at most `refresh` old, unless it cannot be read and the message permits an older copy.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,13 +15,13 @@ use super::partition_handle::PartitionHandle;
 use crate::error::Result;
 use crate::limits::PRODUCER_TOPICS_MAX;
 use crate::metrics::PRODUCED;
-use crate::queue::Queue;
+use crate::queue::{Queue, TopicCopy, UseExpired};
 use crate::topic::{Partition, Resize, Topic, TopicName};
 
 /// A topic as it was at one moment.
 pub(super) struct CachedTopic {
     pub(super) topic: Arc<Topic>,
-    /// The topic was in this state at this time.
+    /// Its partitions were those of the topic at this time.
     read_at: Instant,
     /// The queue's invalidation count before the read.
     invalidations: u64,
@@ -63,11 +62,7 @@ pub(super) struct TopicCache {
 }
 
 /// The latest metadata of one topic.
-#[derive(Default)]
-struct TopicCacheSlot {
-    latest: Mutex<Option<Arc<CachedTopic>>>,
-    refreshing: tokio::sync::Mutex<()>,
-}
+type TopicCacheSlot = Mutex<Option<Arc<CachedTopic>>>;
 
 const NOT_POISONED: &str = "no code panics while it holds the topic cache";
 
@@ -79,7 +74,7 @@ impl TopicCache {
     /// The cached topic, unless it is too old.
     pub(super) fn fresh(&self, topic: &str, now: Instant) -> Option<Arc<CachedTopic>> {
         let slots = self.slots.read().expect(NOT_POISONED);
-        let cached = slots.get(topic)?.latest.lock().expect(NOT_POISONED).clone()?;
+        let cached = slots.get(topic)?.lock().expect(NOT_POISONED).clone()?;
         self.is_fresh(&cached, now).then_some(cached)
     }
 
@@ -88,21 +83,26 @@ impl TopicCache {
             && now.duration_since(cached.read_at) < cached.topic.policies.refresh
     }
 
-    /// Reads the topic again. Concurrent calls share one read.
-    pub(super) async fn refresh(&self, topic: &str) -> Result<Arc<CachedTopic>> {
+    /// Reads the topic again. Returns the expired copy if it cannot be read in time and `use_expired` permits that.
+    /// Cancel-safe.
+    pub(super) async fn refresh(
+        &self,
+        topic: &str,
+        use_expired: UseExpired,
+    ) -> Result<Arc<CachedTopic>> {
         let name = TopicName::new(topic)?;
         let slot = self.slot(&name);
-        let _refreshing = slot.refreshing.lock().await;
-        let latest = slot.latest.lock().expect(NOT_POISONED).clone();
-        if let Some(cached) = latest.as_ref().filter(|it| self.is_fresh(it, Instant::now())) {
-            return Ok(cached.clone());
-        }
         // Before the read, so that an invalidation during the read is not missed.
         let invalidations = self.queue.invalidations();
-        let (read_at, topic) = self.queue.topic_since(&name).await?;
-        let (partitions, budget) = match latest {
+        let TopicCopy { topic, read_at } = self.queue.topic_copy(&name, use_expired).await?;
+        let mut latest = slot.lock().expect(NOT_POISONED);
+        let (partitions, budget) = match &*latest {
+            // Stored by a concurrent call, or expired and still the latest.
+            Some(cached) if (cached.read_at, cached.invalidations) >= (read_at, invalidations) => {
+                return Ok(Arc::clone(cached));
+            }
             Some(cached) if cached.topic == topic => {
-                (cached.partitions.clone(), cached.budget.clone())
+                (Arc::clone(&cached.partitions), cached.budget.clone())
             }
             _ => {
                 let partitions = (0..topic.partitions).map(|_| OnceLock::new()).collect();
@@ -113,7 +113,7 @@ impl TopicCache {
         let was_checked = AtomicBool::new(false);
         let cached = CachedTopic { topic, read_at, invalidations, partitions, budget, was_checked };
         let cached = Arc::new(cached);
-        *slot.latest.lock().expect(NOT_POISONED) = Some(cached.clone());
+        *latest = Some(Arc::clone(&cached));
         Ok(cached)
     }
 
@@ -123,7 +123,7 @@ impl TopicCache {
             // Evicts topics that are not fresh; if all are, evicts all of them.
             let now = Instant::now();
             slots.retain(|_, slot| {
-                let latest = slot.latest.lock().expect(NOT_POISONED);
+                let latest = slot.lock().expect(NOT_POISONED);
                 latest.as_ref().is_some_and(|cached| self.is_fresh(cached, now))
             });
             if slots.len() >= PRODUCER_TOPICS_MAX {

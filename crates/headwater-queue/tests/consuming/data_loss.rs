@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use headwater_queue::{ConsumerConfig, Handler, Message, Outcome, Queue, QueueConfig, metrics};
 use headwater_stream::{LeaseRenewerConfig, MapName};
-use headwater_testkit::{Persistence, Redis};
+use headwater_testkit::{ChaosCounts, Cluster, Persistence, Redis, Sentinel, unique, wait_until};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::watch;
 
@@ -14,6 +14,9 @@ use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually, text};
 use crate::metric_recorder::{counter_value, install_metric_recorder};
 use crate::recording_handler::{payload, recording_handler};
 use crate::shared::shared;
+
+/// Time for a replica to take over. Longer than 30 s, the time that a sentinel stays passive after it was starved.
+const FAIL_OVER_LIMIT: Duration = Duration::from_secs(90);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn an_in_flight_message_survives_data_loss_of_the_server() -> Result<()> {
@@ -151,7 +154,7 @@ async fn a_handler_aborted_by_data_loss_of_the_server_is_called_again() -> Resul
 /// Leases that outlive the test.
 fn long_leases() -> QueueConfig {
     let lease = LeaseRenewerConfig {
-        ttl: Duration::from_secs(60),
+        ttl: Duration::from_secs(300),
         renew_every: Duration::from_secs(20),
         ..Default::default()
     };
@@ -190,46 +193,136 @@ async fn owners_recover_automatically_from_data_loss_of_the_server() -> Result<(
     Ok(())
 }
 
-/// The server restarts with the data of an earlier moment, as after a fail-over that lost the newest writes.
+/// The server loses two messages in hand. `keep` makes it keep what it has until then; `lose` makes it forget what came later.
+async fn follow_ups_survive_a_lost_tail(
+    fixture: &Fixture,
+    config: ConsumerConfig,
+    keep: impl FnOnce() -> Result<()>,
+    lose: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    install_metric_recorder();
+    let (handler, mut started, go) =
+        blocking_handler(|message| match (message.payload.as_ref(), message.attempt) {
+            (b"in flight: retry", 1) => Outcome::retry_after(Duration::ZERO, "no"),
+            (b"in flight: dead", _) => Outcome::dead_letter("no"),
+            _ => Outcome::Done,
+        });
+    let queue = Queue::with_config(Arc::clone(&fixture.backend), long_leases())?;
+    let config = ConsumerConfig { concurrency: 3, ..config };
+    let subscription = queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    fixture.send(0, None, "first").await?;
+    assert_eq!(next(&mut started).await?.0, "first");
+    fixture.wait_until_settled(0).await?;
+    keep()?;
+    for payload in ["in flight: retry", "in flight: dead"] {
+        fixture.send(0, None, payload).await?;
+        assert_eq!(next(&mut started).await?.0, payload);
+    }
+
+    lose()?;
+    // The group passes the ids of the lost messages.
+    for n in 0..3 {
+        fixture.send(0, None, &format!("after {n}")).await?;
+        assert_eq!(next(&mut started).await?.0, format!("after {n}"));
+    }
+    fixture.wait_until_settled(0).await?;
+    go.send_replace(true);
+    assert_eq!(next(&mut started).await?, ("in flight: retry".to_owned(), 2));
+    let letters = fixture.wait_for_dead_letters(1).await?;
+    assert_eq!(text(&letters[0], "payload"), "in flight: dead");
+    let lost = || counter_value(metrics::ANOMALIES, &fixture.topic, "lost_by_the_server");
+    eventually("the losses are counted", async || Ok(lost() == 2)).await?;
+    subscription.stop().await;
+    // Each is handled once: a second start would have been seen above.
+    ChaosCounts { sent: 6, handled: 6, ..Default::default() }.report("lost tail")
+}
+
+/// The server restarts with the data of an earlier moment.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn follow_ups_of_messages_in_hand_survive_a_lost_tail() -> Result<()> {
-    install_metric_recorder();
     for config in [ConsumerConfig::default(), shared()] {
         let redis = Redis::start()?;
         let fixture = Fixture::open(&redis.url(), ()).await?;
-        let (handler, mut started, go) =
-            blocking_handler(|message| match (message.payload.as_ref(), message.attempt) {
-                (b"in flight: retry", 1) => Outcome::retry_after(Duration::ZERO, "no"),
-                (b"in flight: dead", _) => Outcome::dead_letter("no"),
-                _ => Outcome::Done,
-            });
-        let queue = Queue::with_config(Arc::clone(&fixture.backend), long_leases())?;
-        let config = ConsumerConfig { concurrency: 3, ..config };
-        let subscription = queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
-        fixture.send(0, None, "first").await?;
-        assert_eq!(next(&mut started).await?.0, "first");
-        fixture.wait_until_settled(0).await?;
-        redis.command(&["SAVE"])?.ok()?;
-        for payload in ["in flight: retry", "in flight: dead"] {
-            fixture.send(0, None, payload).await?;
-            assert_eq!(next(&mut started).await?.0, payload);
-        }
+        let keep = || redis.command(&["SAVE"])?.ok().map(drop);
+        let lose = || {
+            redis.kill9()?;
+            redis.restart()
+        };
+        follow_ups_survive_a_lost_tail(&fixture, config, keep, lose).await?;
+    }
+    Ok(())
+}
 
-        redis.kill9()?;
-        redis.restart()?;
-        // The group passes the ids of the lost messages.
-        for n in 0..3 {
-            fixture.send(0, None, &format!("after {n}")).await?;
-            assert_eq!(next(&mut started).await?.0, format!("after {n}"));
-        }
-        fixture.wait_until_settled(0).await?;
-        go.send_replace(true);
-        assert_eq!(next(&mut started).await?, ("in flight: retry".to_owned(), 2));
-        let letters = fixture.wait_for_dead_letters(1).await?;
-        assert_eq!(text(&letters[0], "payload"), "in flight: dead");
-        let lost = || counter_value(metrics::ANOMALIES, &fixture.topic, "lost_by_the_server");
-        eventually("the losses are counted", async || Ok(lost() == 2)).await?;
-        subscription.stop().await;
+/// Waits until the replica has everything that was written. What is written from then on does not reach it.
+fn replicate_then_disconnect(primary: &Redis, replica: &Redis, mark: &str) -> Result<()> {
+    let mut connection = primary.connect()?;
+    connection.command(&["SET", mark, "1"])?.ok()?;
+    wait_until("the replica to have everything", FAIL_OVER_LIMIT, || {
+        connection.command(&["WAIT", "1", "1000"]).is_ok_and(|reply| reply.int() == Some(1))
+    })?;
+    replica.pause()?;
+    // Not even a buffer that it reads when it continues.
+    connection.command(&["CLIENT", "KILL", "TYPE", "replica"])?.ok().map(drop)
+}
+
+/// A replica takes over that had not received the newest writes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn follow_ups_of_messages_in_hand_survive_a_sentinel_fail_over_that_lost_the_tail()
+-> Result<()> {
+    for config in [ConsumerConfig::default(), shared()] {
+        let sentinel = Sentinel::start()?;
+        let fixture = Fixture::open(&sentinel.url(), ()).await?;
+        let (primary, replica) = (sentinel.primary(), sentinel.replica());
+        let keep = || replicate_then_disconnect(primary, replica, "mark");
+        let lose = || {
+            primary.kill9()?;
+            replica.resume()?;
+            let port = replica.port().to_string();
+            let knows = |sentinel: &Redis| {
+                let reply = sentinel.command(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster"]);
+                reply.is_ok_and(|reply| reply.items().get(1).is_some_and(|it| it.text() == port))
+            };
+            wait_until("every sentinel to know the new primary", FAIL_OVER_LIMIT, || {
+                sentinel.sentinels().iter().all(knows)
+            })
+        };
+        follow_ups_survive_a_lost_tail(&fixture, config, keep, lose).await?;
+    }
+    Ok(())
+}
+
+/// The replica of the partition's server takes over without the newest writes. The dead letters are on another server, which lost
+/// nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn follow_ups_of_messages_in_hand_survive_a_cluster_fail_over_that_lost_the_tail()
+-> Result<()> {
+    for config in [ConsumerConfig::default(), shared()] {
+        let cluster = Cluster::start()?;
+        let mut fixture = Fixture::open(&cluster.url(), ()).await?;
+        let slot = loop {
+            let topic = &fixture.topic;
+            let slot = cluster.slot_of(&format!("stream:topic:{{{topic}:0}}"))?;
+            let letters = cluster.slot_of(&format!("stream:topic:{topic}:dlq"))?;
+            let is_same =
+                cluster.primary_of_slot(slot)?.port() == cluster.primary_of_slot(letters)?.port();
+            if !is_same {
+                break slot;
+            }
+            fixture.topic = unique("orders");
+        };
+        fixture.create(1).await?;
+        let (primary, replica) = (cluster.primary_of_slot(slot)?, cluster.replica_of_slot(slot)?);
+        let mark = format!("{{{}:0}}mark", fixture.topic);
+        let keep = || replicate_then_disconnect(primary, replica, &mark);
+        let lose = || {
+            primary.kill9()?;
+            replica.resume()?;
+            wait_until("the replica to take over", FAIL_OVER_LIMIT, || {
+                cluster.primary_of_slot(slot).is_ok_and(|found| found.port() == replica.port())
+            })?;
+            cluster.wait_until_ok(FAIL_OVER_LIMIT)
+        };
+        follow_ups_survive_a_lost_tail(&fixture, config, keep, lose).await?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use headwater_queue::{
     ConsumerConfig, Handler, Message, Mode, Outcome, Policies, Queue, QueueError, Subscription,
 };
 use headwater_stream::{
-    Fields, GroupName, PendingDelivery, PendingDeliveryQuery, Retention, StreamName,
+    Fields, GroupName, PendingDelivery, PendingDeliveryQuery, Retention, SetName, StreamName,
 };
 use headwater_testkit::{ChaosCounts, Cluster, Redis, unique};
 use tokio::time::Instant;
@@ -20,7 +20,7 @@ use crate::fixture::{Fixture, GROUP, eventually, text};
 pub(crate) const PARTITIONS: u16 = 12;
 /// A partition of a healthy server may stand still for as long as a hand-over takes, never for the lifetime of a lease (3 s)
 /// or the deadline of a call (5 s).
-const STOP_MAX: Duration = Duration::from_secs(2);
+pub(crate) const STOP_MAX: Duration = Duration::from_secs(2);
 /// How long messages are sent before the fault, to know how long they wait on this machine anyway.
 const BASELINE: Duration = Duration::from_secs(2);
 /// Messages of this round become dead letters.
@@ -32,13 +32,26 @@ pub(crate) enum Victim {
     /// One that holds partitions, and not the metadata of the topic.
     PartitionsOnly,
     DeadLetters,
-    /// The one that holds the metadata of the topic.
+    /// The one that holds the metadata of the topic, and not the set of its streams.
     Metadata,
+    /// The one that holds both.
+    MetadataAndStreamSet,
+}
+
+impl Victim {
+    /// Whether it holds the set of the topic's streams; `None`: it does not matter.
+    fn has_stream_set(self) -> Option<bool> {
+        match self {
+            Self::Metadata => Some(false),
+            Self::MetadataAndStreamSet => Some(true),
+            Self::PartitionsOnly | Self::DeadLetters => None,
+        }
+    }
 }
 
 /// How a server and its replica fail.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum ServerFault {
+pub(crate) enum ServerFault {
     /// Its connections end, and new ones are refused.
     Dead,
     /// It accepts connections and never answers.
@@ -46,7 +59,7 @@ enum ServerFault {
 }
 
 impl ServerFault {
-    fn begin(self, (primary, replica): (&Redis, &Redis)) -> Result<()> {
+    pub(crate) fn begin(self, (primary, replica): (&Redis, &Redis)) -> Result<()> {
         for server in [replica, primary] {
             match self {
                 Self::Dead => server.kill9()?,
@@ -56,7 +69,7 @@ impl ServerFault {
         Ok(())
     }
 
-    fn end(self, (primary, replica): (&Redis, &Redis)) -> Result<()> {
+    pub(crate) fn end(self, (primary, replica): (&Redis, &Redis)) -> Result<()> {
         for server in [replica, primary] {
             match self {
                 Self::Dead => server.restart()?,
@@ -71,7 +84,7 @@ impl ServerFault {
 pub(crate) struct ShardFixture {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) fixture: Fixture,
-    streams: Vec<StreamName>,
+    pub(crate) streams: Vec<StreamName>,
     /// The partitions of the server that fails.
     affected: Vec<usize>,
     victim: u16,
@@ -122,16 +135,23 @@ impl ShardFixture {
             .setting("appendonly", "yes")
             .start()?;
         let cluster = Arc::new(cluster);
-        let fixture = Fixture::open(&cluster.url(), Arc::clone(&cluster)).await?;
+        let mut fixture = Fixture::open(&cluster.url(), Arc::clone(&cluster)).await?;
+        let port_of = |key: &str| -> Result<u16> {
+            Ok(cluster.primary_of_slot(cluster.slot_of(key)?)?.port())
+        };
+        let meta = loop {
+            let meta = port_of(&format!("streaming:mq:topic:{}:meta", fixture.topic))?;
+            let has_set = port_of(stream_set(&fixture.topic)?.as_str())? == meta;
+            if victim.has_stream_set().is_none_or(|wanted| wanted == has_set) {
+                break meta;
+            }
+            fixture.topic = unique("orders");
+        };
         fixture.queue.topics().create(&fixture.topic, PARTITIONS, policies).await?;
         let mut streams = Vec::new();
         for partition in 0..PARTITIONS {
             streams.push(fixture.stream(partition).await?);
         }
-        let port_of = |key: &str| -> Result<u16> {
-            Ok(cluster.primary_of_slot(cluster.slot_of(key)?)?.port())
-        };
-        let meta = port_of(&format!("streaming:mq:topic:{}:meta", fixture.topic))?;
         let dead_letters = port_of(&format!("stream:topic:{}:dlq", fixture.topic))?;
         let mut on_partitions_only = None;
         for stream in &streams {
@@ -140,7 +160,7 @@ impl ShardFixture {
         }
         let victim = match victim {
             Victim::DeadLetters => dead_letters,
-            Victim::Metadata => meta,
+            Victim::Metadata | Victim::MetadataAndStreamSet => meta,
             Victim::PartitionsOnly => {
                 on_partitions_only.expect("twelve partitions are on more than one server")
             }
@@ -278,6 +298,11 @@ impl ShardFixture {
         }
         Ok(longest)
     }
+}
+
+/// The set of the streams of a topic.
+pub(crate) fn stream_set(topic: &str) -> Result<SetName> {
+    Ok(SetName::new(format!("streaming:mq:topic:{topic}:partitions"))?)
 }
 
 /// No replica takes over. The others go on, a second process joins, and the rest follows when the server is back.

@@ -4,12 +4,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use headwater_queue::{
     ConsumerConfig, Message, Mode, NewMessage, Outcome, ProducerConfig, Queue, QueueError,
 };
 use headwater_stream::{Fields, Options, Retention, StreamError, StreamName, TrimGuard, connect};
-use headwater_testkit::Redis;
+use headwater_testkit::{ChaosCounts, Redis};
+use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::fixture::{Fixture, GROUP, eventually, short_leases};
 
@@ -47,6 +49,97 @@ async fn streams_of(fixture: &Fixture) -> Result<Vec<StreamName>> {
         streams.push(fixture.stream(partition).await?);
     }
     Ok(streams)
+}
+
+/// Bytes that the server uses, as it compares them with `maxmemory`.
+fn used_memory(redis: &Redis) -> Result<u64> {
+    let info = redis.command(&["INFO", "memory"])?.ok()?.text();
+    let used = info.lines().find_map(|line| line.strip_prefix("used_memory:"));
+    Ok(used.context("the server says how much it uses")?.trim().parse()?)
+}
+
+/// What docs/operations.md says of servers before Redis 7: consumers that run go on, and others start after the limit is raised
+/// into the reserve.
+async fn running_consumers_go_on_and_others_start_with_a_reserve(mode: Mode) -> Result<()> {
+    const MESSAGES: usize = 1000;
+    let redis = Redis::builder().maxmemory(0).start()?;
+    let fixture = Fixture::open(&redis.url(), ()).await?;
+    fixture.create(PARTITIONS).await?;
+    let (go, may_go) = watch::channel(false);
+    let handler = move |_: Message| {
+        let mut may_go = may_go.clone();
+        async move {
+            let _ = may_go.wait_for(|go| *go).await;
+            Outcome::Done
+        }
+    };
+    let config = || ConsumerConfig { mode, ..Default::default() };
+    let (queue, topic) = (&fixture.queue, &fixture.topic);
+    let running = queue.subscribe(topic, GROUP, handler.clone(), config()).await?;
+    let payload = "x".repeat(10_000);
+    for number in 0..MESSAGES {
+        fixture.send(number as u16 % PARTITIONS, None, &payload).await?;
+    }
+    eventually("it reads all partitions", async || {
+        let stats = running.stats();
+        Ok(stats.partitions == usize::from(PARTITIONS) && stats.in_flight > 0)
+    })
+    .await?;
+
+    let used = used_memory(&redis)?;
+    let limit = |bytes: u64| {
+        redis.command(&["CONFIG", "SET", "maxmemory", &bytes.to_string()])?.ok().map(drop)
+    };
+    // Buffers of connections come and go: clearly below what the messages need.
+    limit(used / 10 * 8)?;
+    let producer = queue.producer(ProducerConfig::default())?;
+    let refused = producer.send(topic, NewMessage::new("more")).await;
+    assert!(matches!(&refused, Err(QueueError::Backend(StreamError::Full { .. }))), "{refused:?}");
+    // Longer than the lifetime of its leases, which it renews.
+    let until = Instant::now() + short_leases().lease.ttl * 2;
+    while Instant::now() < until {
+        assert_eq!(running.stats().partitions, usize::from(PARTITIONS));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    go.send_replace(true);
+    eventually("all messages are handled", async || Ok(running.stats().done == MESSAGES as u64))
+        .await?;
+    for partition in 0..PARTITIONS {
+        fixture.wait_until_settled(partition).await?;
+    }
+    assert!(used_memory(&redis)? > used / 10 * 8, "the server was full until now");
+
+    limit(used / 10 * 11)?;
+    let second_queue = fixture.second_queue().await?;
+    let second = second_queue.subscribe(topic, GROUP, handler, config()).await?;
+    if mode == Mode::Owned {
+        eventually("both have partitions", async || {
+            let shares = [running.stats().partitions, second.stats().partitions];
+            Ok(shares == [usize::from(PARTITIONS) / 2; 2])
+        })
+        .await?;
+    }
+    for partition in 0..PARTITIONS {
+        let message = NewMessage::new("more").to_partition(partition);
+        producer.send(topic, message).await?;
+    }
+    eventually("the new messages are handled", async || {
+        Ok(running.stats().done + second.stats().done == MESSAGES as u64 + u64::from(PARTITIONS))
+    })
+    .await?;
+    tokio::join!(running.stop(), second.stop());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_running_owner_drains_a_full_server_and_another_starts_with_a_reserve() -> Result<()> {
+    running_consumers_go_on_and_others_start_with_a_reserve(Mode::Owned).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_running_shared_consumer_drains_a_full_server_and_another_starts_with_a_reserve()
+-> Result<()> {
+    running_consumers_go_on_and_others_start_with_a_reserve(Mode::Shared).await
 }
 
 async fn a_full_server_is_drained(mode: Mode) -> Result<()> {
@@ -132,7 +225,16 @@ async fn a_full_server_is_drained(mode: Mode) -> Result<()> {
     }
     assert_eq!(fixture.dead_letters().await?.len(), MESSAGES / 100, "each once");
     subscription.stop().await;
-    Ok(())
+    let attempts = attempts.lock().expect("no panic");
+    let planned = |number: usize| if matches!(number % 100, 10 | 20 | 30) { 2 } else { 1 };
+    let repeated = attempts.iter().map(|(number, count)| count.saturating_sub(planned(*number)));
+    let counts = ChaosCounts {
+        sent: MESSAGES as u64,
+        handled: attempts.len() as u64,
+        doubled: repeated.sum::<usize>() as u64,
+        ..Default::default()
+    };
+    counts.report("full server")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

@@ -1,5 +1,5 @@
-//! A backend that executes calls but loses a given number of replies, whose reads can be failed while they still
-//! block at the server, and whose readers cannot be closed.
+//! A backend that executes calls but loses a given number of replies, or does not execute them, whose reads can be failed
+//! while they still block at the server, and whose readers cannot be closed.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,8 +17,12 @@ pub(crate) struct LossyBackend {
     /// Number of replies to `reclaim` and to `settle` still to be lost.
     pub(crate) reclaims: AtomicUsize,
     pub(crate) settles: AtomicUsize,
+    /// Number of updates of maps that are still to fail without an effect.
+    pub(crate) failing_updates: AtomicUsize,
     /// Holds back the creation of groups.
     pub(crate) group_gate: CallGate,
+    /// Holds back additions to sets.
+    pub(crate) set_gate: CallGate,
 }
 
 /// Holds calls back before they reach the server, while it is closed.
@@ -53,8 +57,15 @@ impl CallGate {
 
 impl LossyBackend {
     pub(crate) fn new(inner: Arc<dyn Backend>) -> Arc<Self> {
-        let (readers, reclaims, settles, group_gate) = Default::default();
-        Arc::new(Self { inner, readers, reclaims, settles, group_gate })
+        Arc::new(Self {
+            inner,
+            readers: Arc::default(),
+            reclaims: AtomicUsize::default(),
+            settles: AtomicUsize::default(),
+            failing_updates: AtomicUsize::default(),
+            group_gate: CallGate::default(),
+            set_gate: CallGate::default(),
+        })
     }
 
     /// Fails the reads in flight. They keep blocking at the server.
@@ -161,11 +172,12 @@ fn lose<T>(left: &AtomicUsize, reply: Result<T>) -> Result<T> {
 
 /// Delegates calls.
 macro_rules! delegate {
-    (impl $seam:ident { $(fn $name:ident($($arg:ident: $type:ty),*) -> $reply:ty $(, after $gate:ident)? $(, loses $left:ident)? $(, by $wrap:ident($($with:ident),*))?;)* }) => {
+    (impl $seam:ident { $(fn $name:ident($($arg:ident: $type:ty),*) -> $reply:ty $(, after $gate:ident)? $(, fails $failing:ident)? $(, loses $left:ident)? $(, by $wrap:ident($($with:ident),*))?;)* }) => {
         #[async_trait]
         impl $seam for LossyBackend {
             $(async fn $name(&self, $($arg: $type),*) -> Result<$reply> {
                 $(self.$gate.pass().await;)?
+                $(lose(&self.$failing, Ok(()))?;)?
                 let reply = self.inner.$name($($arg),*).await;
                 $(let reply = lose(&self.$left, reply);)?
                 $(let reply = self.$wrap($($with,)* reply);)?
@@ -245,12 +257,12 @@ delegate! {
 
 delegate! {
     impl Registry {
-        fn set_add(set: &SetName, members: &[&str], ttl: Option<Duration>) -> usize;
+        fn set_add(set: &SetName, members: &[&str], ttl: Option<Duration>) -> usize, after set_gate;
         fn set_remove(set: &SetName, members: &[&str]) -> usize;
         fn set_members(set: &SetName) -> Vec<String>;
         fn set_contains(set: &SetName, members: &[&str]) -> Vec<bool>;
         fn map_create(map: &MapName, fields: &RegistryMap) -> bool;
-        fn map_update(map: &MapName, expect: Option<(&str, &[u8])>, fields: &RegistryMap) -> bool;
+        fn map_update(map: &MapName, expect: Option<(&str, &[u8])>, fields: &RegistryMap) -> bool, fails failing_updates;
         fn map_get(map: &MapName) -> Option<RegistryMap>;
         fn map_delete(map: &MapName) -> bool;
     }

@@ -21,6 +21,8 @@ mod lost_replies;
 mod observability;
 mod ordered;
 mod owned;
+mod prefix;
+mod producer_dead_shard;
 mod pull;
 mod pull_dead_shard;
 mod pull_lost_replies;

@@ -1,15 +1,18 @@
 //! Resizing a topic with active consumers keeps the order per key.
 
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{
-    ConsumerConfig, Message, MessageOrder, NewMessage, Policies, ProducerConfig,
+    ConsumerConfig, Message, MessageOrder, NewMessage, Policies, ProducerConfig, Queue,
 };
 
+use crate::dead_shard::stream_set;
 use crate::fixture::{Fixture, GROUP, eventually};
+use crate::lossy_backend::LossyBackend;
 use crate::recording_handler::payload;
 
 /// Messages per key, before and after the resize together.
@@ -158,7 +161,71 @@ async fn moved_messages_of_a_dead_owner_do_not_take_the_capacity_of_those_that_b
     Ok(())
 }
 
+/// A resize adds its streams to the set before the metadata counts them, and fails in between. Producers that cannot read the
+/// metadata take a set that differs from it for a resize.
+async fn repeating_a_failed_resize_removes_the_streams_that_the_topic_does_not_have(
+    fixture: Fixture,
+) -> Result<()> {
+    let (topic, topics) = (&fixture.topic, fixture.queue.topics());
+    let policies = Policies { refresh: Duration::from_millis(100), ..Default::default() };
+    topics.create(topic, 2, policies).await?;
+    let lossy = LossyBackend::new(Arc::clone(&fixture.backend));
+    let failing = Queue::new(lossy.clone()).topics();
+    let listed = async || anyhow::Ok(fixture.backend.set_members(&stream_set(topic)?).await?);
+    let existing = async || {
+        let partitions = topics.describe(topic).await?.partitions;
+        let mut streams: Vec<String> = partitions.into_iter().map(|it| it.stream_key).collect();
+        streams.sort();
+        anyhow::Ok(streams)
+    };
+    for repeated in [2, 3] {
+        lossy.failing_updates.store(1, Ordering::SeqCst);
+        let error = failing.grow(topic, 8).await.expect_err("the update of the metadata fails");
+        assert!(error.is_transient(), "{error:?}");
+        assert_eq!(listed().await?.len(), 8);
+        assert_ne!(existing().await?.len(), 8);
+
+        topics.grow(topic, repeated).await?;
+
+        assert_eq!(existing().await?.len(), usize::from(repeated));
+        assert_eq!(listed().await?, existing().await?);
+    }
+    Ok(())
+}
+
+/// Producers learn of the new count only after the set is written: a slow write there must not use up their time.
+async fn the_time_of_a_resize_counts_from_after_its_streams_are_in_the_set(
+    fixture: Fixture,
+) -> Result<()> {
+    const HELD: Duration = Duration::from_millis(20);
+    let policies = Policies { refresh: Duration::from_millis(100), ..Default::default() };
+    fixture.queue.topics().create(&fixture.topic, 2, policies).await?;
+    let slow = LossyBackend::new(Arc::clone(&fixture.backend));
+    let topics = Queue::new(slow.clone()).topics();
+
+    slow.set_gate.close();
+    let holding = async {
+        slow.set_gate.until_waiting(1).await;
+        let since = fixture.backend.now().await?;
+        eventually("the clock of the backend goes on", async || {
+            Ok(fixture.backend.now().await?.since(since) >= HELD)
+        })
+        .await?;
+        slow.set_gate.open();
+        anyhow::Ok(since)
+    };
+    let growing = async { anyhow::Ok(topics.grow(&fixture.topic, 3).await?) };
+    let ((), held_since) = tokio::try_join!(growing, holding)?;
+
+    let topic = fixture.queue.topics().describe(&fixture.topic).await?.topic;
+    let held = topic.resizes[0].began.since(held_since);
+    assert!(held >= HELD, "it counts from {held:?} after the set began to be written");
+    Ok(())
+}
+
 on_every_backend!(
     a_moved_key_keeps_its_order_when_its_topic_is_resized,
     moved_messages_of_a_dead_owner_do_not_take_the_capacity_of_those_that_block_them,
+    repeating_a_failed_resize_removes_the_streams_that_the_topic_does_not_have,
+    the_time_of_a_resize_counts_from_after_its_streams_are_in_the_set,
 );

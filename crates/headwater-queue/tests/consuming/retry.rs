@@ -3,9 +3,11 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use headwater_queue::{Backoff, ConsumerConfig, Outcome, RetryPolicy};
+use headwater_queue::{
+    Backoff, ConsumerConfig, Mode, Outcome, Policies, PolicyChanges, RetryPolicy,
+};
 
-use crate::fixture::{Fixture, GROUP, text};
+use crate::fixture::{Fixture, GROUP, eventually, text};
 use crate::recording_handler::{payload, recording_handler};
 use crate::shared::shared;
 
@@ -75,8 +77,33 @@ async fn a_handler_can_make_a_dead_letter_at_once(fixture: Fixture) -> Result<()
     Ok(())
 }
 
+async fn a_changed_limit_of_a_topic_applies_to_running_consumers(fixture: Fixture) -> Result<()> {
+    let refresh = Duration::from_millis(50);
+    let policies = Policies { max_retries: 0, refresh, ..Policies::default() };
+    fixture.queue.topics().create(&fixture.topic, 1, policies).await?;
+    let (handler, _seen) = recording_handler(|_| Outcome::retry("never"));
+    let config = ConsumerConfig { mode: Mode::Owned, ..quick_retries() };
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    // Without `maxRetries`, as in compact entries.
+    fixture.send(0, None, "before").await?;
+    let letters = fixture.wait_for_dead_letters(1).await?;
+    assert_eq!(text(&letters[0], "reason"), "never (attempt 1 of 1)");
+    let changes = PolicyChanges { max_retries: Some(2), ..PolicyChanges::default() };
+    fixture.queue.topics().alter(&fixture.topic, &changes).await?;
+    eventually("the new limit", async || {
+        let known = fixture.dead_letters().await?.len();
+        fixture.send(0, None, "after").await?;
+        let letters = fixture.wait_for_dead_letters(known + 1).await?;
+        Ok(text(&letters[known], "reason") == "never (attempt 3 of 3)")
+    })
+    .await?;
+    subscription.stop().await;
+    Ok(())
+}
+
 on_every_backend!(
     a_failed_message_is_retried_unchanged_until_it_succeeds,
     a_message_that_always_fails_becomes_a_dead_letter,
     a_handler_can_make_a_dead_letter_at_once,
+    a_changed_limit_of_a_topic_applies_to_running_consumers,
 );

@@ -10,6 +10,7 @@ on_every_backend! {
     copies_of_a_dead_letter_are_shown_once
     a_message_that_failed_again_after_a_replay_is_not_a_copy
     malformed_dead_letters_are_shown_unchanged
+    the_revision_changes_with_every_dead_letter_that_comes_or_goes
     a_purge_removes_matches_and_its_dry_run_does_not
     purging_a_dead_letter_purges_its_copies
     dead_letters_of_a_plain_topic_have_its_name_as_prefix
@@ -196,6 +197,31 @@ mod bodies {
         assert_eq!(ids(&found), [id, second], "a letter without an original id has no copies");
         assert_eq!(found[0].fields, Fields::new(odd));
         assert_eq!((found[0].partition, found[0].reason.as_str()), (None, ""));
+        Ok(())
+    }
+
+    pub(super) async fn the_revision_changes_with_every_dead_letter_that_comes_or_goes(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        let ids = write(&fixture, 3).await?;
+        let letters = fixture.queue.dead_letters(&fixture.topic).await?;
+        let three = letters.revision().await?;
+        assert_eq!(letters.revision().await?, three);
+        let mut seen = vec![three];
+        let purge = |id| DeadLetterSelection::Ids(vec![id]);
+        // One goes, another one comes, so that there are as many as before; then the newest one goes.
+        assert_eq!(letters.purge(purge(ids[1]), &PurgeConfig::default()).await?.purged, 1);
+        seen.push(letters.revision().await?);
+        let newest = fixture.dead_letter(&Letter::of(1, 900)).await?;
+        seen.push(letters.revision().await?);
+        assert_eq!(letters.purge(purge(newest), &PurgeConfig::default()).await?.purged, 1);
+        seen.push(letters.revision().await?);
+        fixture.dead_letter(&Letter::of(1, 901)).await?;
+        seen.push(letters.revision().await?);
+        // The second and the fourth have the same dead letters, but nobody has to know that.
+        for (index, one) in seen.iter().enumerate() {
+            assert!(!seen[index + 1..].contains(one), "{seen:?}");
+        }
         Ok(())
     }
 

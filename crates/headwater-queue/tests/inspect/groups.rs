@@ -8,6 +8,7 @@ on_every_backend! {
     owners_are_shown_with_epoch_and_heartbeat_age
     members_of_the_topic_are_shown_with_their_heartbeat
     all_groups_of_a_topic_are_listed
+    a_group_of_another_program_with_a_long_name_is_shown_without_owners
     a_group_that_does_not_exist_is_an_error
 }
 
@@ -40,10 +41,10 @@ mod bodies {
         assert_eq!(consumers, [("ann", 3, 2), ("bob", 2, 1)]);
         assert!(view.consumers.iter().all(|consumer| consumer.idle < Duration::from_secs(60)));
         let [first, second] = &view.partitions[..] else { panic!("{view:?}") };
-        assert_eq!((first.pending, first.lag), (2, Some(2)));
+        assert_eq!((first.pending, first.lag), (Some(2), Some(2)));
         assert_eq!(first.last_delivered, Some(sent[4].id));
         assert_eq!(first.last_id, Some(sent[8].id));
-        assert_eq!((second.pending, second.lag), (3, Some(2)));
+        assert_eq!((second.pending, second.lag), (Some(3), Some(2)));
         assert_eq!((&first.owner, &view.members[..]), (&None, &[][..]));
         Ok(())
     }
@@ -152,6 +153,37 @@ mod bodies {
         let found: Vec<_> =
             views.iter().map(|view| (view.group.as_str(), view.pending, view.lag)).collect();
         assert_eq!(found, [("audit", 0, Some(2)), (GROUP, 1, Some(3))]);
+        let names = fixture.queue.inspect().group_names(&fixture.topic).await?;
+        assert_eq!(names, ["audit", GROUP]);
+        Ok(())
+    }
+
+    pub(super) async fn a_group_of_another_program_with_a_long_name_is_shown_without_owners(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        fixture.create(1).await?;
+        fixture.send(0, "x").await?;
+        fixture.deliver(0, "ann", 1).await?;
+        let long = "g".repeat(500);
+        let stream = fixture.stream(0).await?;
+        let group = GroupName::new(&long)?;
+        fixture.backend().ensure_group(&stream, &group, GroupStart::Beginning).await?;
+        let won = fixture
+            .backend()
+            .acquire(&lease(&fixture, 0), &HolderName::new("ann")?, Duration::from_secs(60))
+            .await?;
+        assert!(matches!(won, AcquireResult::Won(_)));
+
+        let views = fixture.queue.inspect().groups(&fixture.topic).await?;
+        let foreign = views.iter().find(|view| view.group == long).expect("the group is listed");
+        assert_eq!((foreign.lag, &foreign.partitions[0].owner), (Some(1), &None));
+        let both = [(fixture.topic.clone(), long), (fixture.topic.clone(), GROUP.to_owned())];
+        let owners = fixture.queue.inspect().owners(&both).await?;
+        let holders: Vec<Vec<_>> = owners
+            .iter()
+            .map(|owners| owners.iter().flatten().map(|owner| owner.holder.as_str()).collect())
+            .collect();
+        assert_eq!(holders, [vec![], vec!["ann"]]);
         Ok(())
     }
 

@@ -56,8 +56,15 @@ mod bodies {
         fixture: QueueFixture,
     ) -> Result<()> {
         let positions = deliver_all(&fixture).await?;
-        let page = fixture.queue.inspect().pending(&fixture.topic, GROUP, &page_of(100)).await?;
-        assert_eq!((ids(&page.items), page.next), (positions, None));
+        let inspect = fixture.queue.inspect();
+        let page = inspect.pending(&fixture.topic, GROUP, &page_of(100)).await?;
+        assert_eq!((ids(&page.items), page.next), (positions.clone(), None));
+        // The oldest of some partitions; nothing was sent to the last one, and there is no partition 9.
+        let oldest = inspect.oldest_pending(&fixture.topic, GROUP, &[2, 0, 3, 9]).await?;
+        let first = |of: u16| {
+            *positions.iter().find(|(_, partition)| *partition == of).expect("it was sent")
+        };
+        assert_eq!(ids(&oldest), [first(2), first(0)]);
         for pending in &page.items {
             assert_eq!(pending.deliveries, 1);
             assert!(pending.idle.is_some_and(|idle| idle < Duration::from_secs(60)));

@@ -38,6 +38,7 @@ mod bodies {
     use std::time::Duration;
 
     use anyhow::Result;
+    use headwater_queue::GroupMeasure;
     use metrics::{
         Counter, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
     };
@@ -103,10 +104,24 @@ mod bodies {
         assert_eq!((pending(0), pending(1)), (Some(2.0), None));
         let of_plain = format!("headwater_topic_length topic={} partition=0", plain.topic);
         assert_eq!(value(of_plain), Some(1.0));
+        let measured = |sampler: &headwater_queue::Sampler| {
+            let topic = &sampler.measured()[&fixture.topic];
+            (topic.partitions, topic.added, topic.groups[GROUP])
+        };
+        let group = |pending, lag| GroupMeasure { pending, lag: Some(lag) };
+        // The group exists on one partition only: on the other, it has read nothing.
+        assert_eq!(measured(&sampler), (2, Some(5), group(2, 3)));
+        let is_created = |topic: &str| sampler.measured()[topic].is_created;
+        assert!(is_created(&fixture.topic) && !is_created(&plain.topic));
+        fixture.send_many(2, 4).await?;
+        fixture.deliver(0, "ann", 1).await?;
+        sampler.run_once().await?;
+        assert_eq!(measured(&sampler), (2, Some(9), group(3, 6)));
 
         fixture.queue.topics().delete(&fixture.topic).await?;
         sampler.run_once().await?;
         assert_eq!((length(0), pending(0)), (Some(0.0), Some(0.0)));
+        assert!(!sampler.measured().contains_key(&topic));
         assert_invalid(fixture.queue.sampler(&[""]), "a topic name");
         Ok(())
     }

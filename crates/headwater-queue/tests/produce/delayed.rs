@@ -5,15 +5,17 @@ use crate::setup::on_every_backend;
 on_every_backend! {
     a_delayed_message_is_appended_to_its_partition_when_it_is_due
     a_cancelled_message_is_not_delivered
+    a_message_of_a_partition_added_meanwhile_is_cancelled
     invalid_delayed_messages_are_rejected
 }
 
 mod bodies {
+    use std::sync::Arc;
     use std::time::Duration;
 
     use anyhow::{Result, bail};
     use headwater_queue::limits::PAYLOAD_BYTES_MAX;
-    use headwater_queue::{DelayedMessage, NewMessage, Policies, QueueError, TopicName};
+    use headwater_queue::{DelayedMessage, NewMessage, Policies, Queue, QueueError, TopicName};
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{DelayId, DelayName};
 
@@ -70,6 +72,35 @@ mod bodies {
             bail!("no timestamp");
         };
         assert!(sent_at.as_millis() <= one[0].id.ms, "the timestamp is that of the send");
+        Ok(())
+    }
+
+    /// The producer that cancels has read the topic just before it was resized.
+    pub(super) async fn a_message_of_a_partition_added_meanwhile_is_cancelled(
+        setup: Setup,
+    ) -> Result<()> {
+        let topic = &setup.topic;
+        setup.queue.topics().create(topic, 2, Policies::default()).await?;
+        setup.producer.send(topic, NewMessage::new("p")).await?;
+        let other = Queue::new(Arc::clone(setup.backend()));
+        let topics = other.topics();
+        let cancelling = async {
+            while topics.describe(topic).await?.partitions.len() < 3 {
+                tokio::task::yield_now().await;
+            }
+            let producer = Queue::new(Arc::clone(setup.backend())).producer(Default::default())?;
+            let message = NewMessage::new("p").to_partition(2);
+            let delayed = producer.send_after(topic, message, HOUR).await?;
+            assert!(setup.producer.cancel(&delayed).await?, "it was waiting");
+            assert!(!setup.producer.cancel(&delayed).await?, "it was cancelled before");
+            anyhow::Ok(())
+        };
+        tokio::select! {
+            cancelled = cancelling => cancelled?,
+            // Returns after twice the topic's `refresh`.
+            grown = topics.grow(topic, 3) => bail!("the resize ended first: {grown:?}"),
+        }
+        assert_eq!(waiting(&setup, 2).await?, 0);
         Ok(())
     }
 

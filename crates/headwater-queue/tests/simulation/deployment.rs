@@ -5,7 +5,7 @@
 
 use std::ops::RangeInclusive;
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use headwater_testkit::{Cluster, Persistence, Redis, Sentinel, wait_until};
@@ -15,15 +15,36 @@ use super::now_ms;
 const LIMIT: Duration = Duration::from_secs(90);
 /// How long a primary works without its replica before it is killed.
 const UNREPLICATED_MAX: Duration = Duration::from_millis(700);
+/// Pause between two attempts at a fail-over.
+const RETRY_EVERY: Duration = Duration::from_millis(200);
 
 /// When a primary wrote what its replica does not have, in milliseconds since 1970, and which partitions it had.
 #[derive(Clone, Debug)]
 pub(crate) struct LossWindow {
+    pub(crate) cause: LossCause,
     pub(crate) times: RangeInclusive<u64>,
     pub(crate) partitions: Vec<u16>,
 }
 
+/// Why writes may be lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LossCause {
+    /// The primary was killed before its replica had them.
+    FailOver,
+    /// The primary was restarted and did not know of its successor. As long as that takes: a bound is not known.
+    Restart,
+}
+
 impl LossWindow {
+    pub(crate) fn duration(&self) -> Duration {
+        Duration::from_millis(self.times.end().saturating_sub(*self.times.start()))
+    }
+
+    /// The longest one of a cause, if there is any.
+    pub(crate) fn longest(windows: &[Self], cause: LossCause) -> Option<Duration> {
+        windows.iter().filter(|window| window.cause == cause).map(Self::duration).max()
+    }
+
     /// Whether a write that happened at some time of this range may be lost.
     pub(crate) fn overlaps(&self, writing: &RangeInclusive<u64>) -> bool {
         writing.start() <= self.times.end() && self.times.start() <= writing.end()
@@ -85,12 +106,28 @@ impl Deployment {
         Ok(())
     }
 
-    /// Restarts dead servers.
-    pub(crate) fn heal(&self) -> Result<()> {
+    /// Restarts dead servers. Returns when writes to a restarted one may be lost, if it was the primary that `killed` is about.
+    ///
+    /// A server of a cluster returns as the primary that it was. If it does not hear of its successor within two seconds, as on a
+    /// busy machine, it takes writes from clients that do not know of it either, and discards them when it becomes a replica.
+    pub(crate) fn heal(&self, killed: Option<&LossWindow>) -> Result<Option<LossWindow>> {
+        let mut window = None;
         for node in self.nodes().into_iter().filter(|node| node.pid().is_err()) {
+            let from = now_ms();
             node.restart()?;
+            if let (Self::Cluster(_), Some(killed)) = (self, killed) {
+                wait_until("a restarted primary to become a replica", LIMIT, || {
+                    let info = node.command(&["INFO", "replication"]).map(|info| info.text());
+                    info.is_ok_and(|info| info.contains("role:slave"))
+                })?;
+                let partitions = killed.partitions.clone();
+                let (times, cause) = (from..=now_ms(), LossCause::Restart);
+                window = Some(LossWindow { cause, times, partitions });
+                println!("restarted: {window:?}");
+            }
         }
-        self.set_maxmemory(0)
+        self.set_maxmemory(0)?;
+        Ok(window)
     }
 
     /// The primary of a key and its replica.
@@ -113,9 +150,26 @@ impl Deployment {
         })
     }
 
-    /// Kills the primary of a key; its replica takes over without what was written for a while. Returns when writes
-    /// may be lost; `None` if the replica is not ready, and nothing was done.
+    /// Kills the primary of a key; its replica takes over without what was written for a while. Waits for the replica to be
+    /// ready, which takes some time after another fail-over. Returns when writes may be lost; `None` if the replica did
+    /// not become ready, and nothing was done.
     pub(crate) fn fail_over(
+        &self,
+        streams: &[String],
+        key: &str,
+        time: Duration,
+    ) -> Result<Option<LossWindow>> {
+        let until = Instant::now() + LIMIT;
+        loop {
+            let window = self.try_fail_over(streams, key, time)?;
+            if window.is_some() || Instant::now() >= until {
+                return Ok(window);
+            }
+            sleep(RETRY_EVERY);
+        }
+    }
+
+    fn try_fail_over(
         &self,
         streams: &[String],
         key: &str,
@@ -139,7 +193,7 @@ impl Deployment {
         let is_written = connection.command(&["SET", &format!("mark:{key}"), "1"])?.ok().is_ok();
         let acknowledged = connection.command(&["WAIT", "1", "3000"])?.int();
         if !is_written || acknowledged != Some(1) {
-            println!("no fail-over: the replica is not in sync");
+            println!("no fail-over yet: the replica is not in sync");
             return Ok(None);
         }
         replica.pause()?;
@@ -148,7 +202,8 @@ impl Deployment {
         sleep(time.min(UNREPLICATED_MAX));
         let killed = primary.addr();
         primary.kill9()?;
-        let window = LossWindow { times: from..=now_ms(), partitions };
+        let (times, cause) = (from..=now_ms(), LossCause::FailOver);
+        let window = LossWindow { cause, times, partitions };
         println!("{window:?}");
         replica.resume()?;
         wait_until("the replica to take over", LIMIT, || match self {

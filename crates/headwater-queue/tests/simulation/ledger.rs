@@ -130,6 +130,8 @@ impl Ledger {
     pub(crate) fn counts(&self) -> Result<ChaosCounts> {
         let sent: usize = self.confirmed()?.values().map(BTreeMap::len).sum();
         let mut counts = ChaosCounts { sent: sent as u64, ..Default::default() };
+        let windows = self.windows.iter().map(LossWindow::duration);
+        counts.longest_loss_window = windows.max().unwrap_or_default();
         let mut lost = HashSet::new();
         for group in GROUPS {
             let effects = self.effects(group)?;

@@ -5,14 +5,22 @@
 //! state of the replication: before it, a `WAIT` confirms what the replica has; from then on the replica is disconnected, and what
 //! is written until the primary is killed may be lost (`deployment.rs`).
 //!
+//! `virtual_simulation.rs` is a simulation of the same work without a server, under a virtual clock: many seeds in seconds.
+//!
 //! `HEADWATER_SEED` repeats a schedule of faults, `HEADWATER_STEPS` sets how much happens in it (`cargo xtask chaos` raises
 //! it), `HEADWATER_CHAOS_END` is the time (seconds since 1970) after which no further fault begins.
 
 mod deployment;
 mod effect_log;
+mod fault_schedule;
+mod faulty_backend;
+mod fence_rules;
 mod ledger;
 mod processes;
 mod simulator;
+mod virtual_clock;
+mod virtual_processes;
+mod virtual_simulation;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -32,20 +40,20 @@ fn simulate(test: &str, deployment: Deployment, steps: u64) -> anyhow::Result<()
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let seed = number("HEADWATER_SEED").unwrap_or_else(now_ms);
     let steps = number("HEADWATER_STEPS").map_or(steps, |chosen| (chosen * steps).div_ceil(10));
-    let end_ms = number("HEADWATER_CHAOS_END").map_or(u64::MAX, |end| end * 1000);
     println!("HEADWATER_SEED={seed}, {steps} steps");
 
     // Given a topic, two producers and three consumers.
     let mut simulation = Simulation::start(seed, deployment)?;
     // When faults happen for a while, and then no more.
     for _ in 0..steps {
-        if now_ms() > end_ms {
-            println!("no more faults: the time is over");
+        if headwater_testkit::chaos_is_over() {
             break;
         }
         simulation.step()?;
     }
+    simulation.check_fail_overs()?;
     simulation.heal()?;
+    simulation.print_longest_windows();
     simulation.stop_producers(LIMIT)?;
     // Then every confirmed message has its effect, in order per key, and poison messages are dead letters.
     let ledger = simulation.ledger();

@@ -11,7 +11,7 @@ use headwater_stream::{EntryId, Options, Range, Retention, StreamName};
 use headwater_testkit::{Child, Proxy};
 use tempfile::TempDir;
 
-use super::deployment::{Deployment, LossWindow};
+use super::deployment::{Deployment, LossCause, LossWindow};
 use super::ledger::{Ledger, is_poison};
 use super::processes::{GROUPS, LEASE_TTL, OWNED, TOPIC, read_payload};
 
@@ -36,6 +36,8 @@ pub(crate) struct Simulation {
     schedule: Vec<Fault>,
     has_begun: bool,
     has_grown: bool,
+    /// Faults that were injected.
+    steps: usize,
     windows: Vec<LossWindow>,
 }
 
@@ -119,6 +121,7 @@ impl Simulation {
             schedule: Vec::new(),
             has_begun: false,
             has_grown: false,
+            steps: 0,
             windows: Vec::new(),
         };
         simulation.heal()?;
@@ -181,8 +184,27 @@ impl Simulation {
             }
             Fault::MoveSlot => self.deployment.move_slot(&self.streams()?[partition])?,
         }
+        self.steps += 1;
         std::thread::sleep(time);
         self.heal()
+    }
+
+    /// Checks that servers with replicas had a fail-over. Their first faults include one, see `next_fault`.
+    pub(crate) fn check_fail_overs(&self) -> Result<()> {
+        let (servers, _) = faults(&self.deployment);
+        let is_due = self.deployment.one().is_none() && self.steps >= servers.len();
+        ensure!(!is_due || !self.windows.is_empty(), "no fail-over in {} steps", self.steps);
+        Ok(())
+    }
+
+    /// Prints for how long confirmed writes could be lost at most.
+    pub(crate) fn print_longest_windows(&self) {
+        for cause in [LossCause::FailOver, LossCause::Restart] {
+            match LossWindow::longest(&self.windows, cause) {
+                Some(longest) => println!("the longest loss window by {cause:?} was {longest:?}"),
+                None => println!("no loss window by {cause:?}"),
+            }
+        }
     }
 
     /// The streams of all partitions.
@@ -205,7 +227,8 @@ impl Simulation {
 
     /// Ends all faults and restarts all processes.
     pub(crate) fn heal(&mut self) -> Result<()> {
-        self.deployment.heal()?;
+        let window = self.deployment.heal(self.windows.last())?;
+        self.windows.extend(window);
         for process in self.consumers.iter_mut().chain(&mut self.producers) {
             if let Some(proxy) = &process.proxy {
                 proxy.heal()?;

@@ -20,6 +20,7 @@ mod location;
 mod codec;
 mod directory;
 mod log;
+mod read_back;
 mod redo_record;
 mod segment;
 mod state;
@@ -108,7 +109,8 @@ fn open_directory(
 ) -> Result<Embedded> {
     let (directory, lock) = Directory::open(path)?;
     let recovered = recovery::recover(&directory)?;
-    let Recovered { state, file, number, offset, log_bytes, snapshot_bytes, cut_bytes } = recovered;
+    let Recovered { state, file, number, offset, log_bytes, snapshot_bytes, cut_bytes, is_durable } =
+        recovered;
     let path_of_log = Arc::new(directory.log(number));
     let tail = LogTail { file: Arc::new(file), path: path_of_log, number, offset, synced: offset };
     let log = Arc::new(CommitLog::new(location.sync, tail));
@@ -122,7 +124,8 @@ fn open_directory(
         state,
         Some(Arc::clone(&log)),
     ));
-    let compaction = Compaction { after_bytes: location.compact_bytes, log_bytes, snapshot_bytes };
+    let (after_bytes, is_due) = (location.compact_bytes, !is_durable);
+    let compaction = Compaction { after_bytes, log_bytes, snapshot_bytes, is_due };
     let threads = writer::start(&shared, &log, directory, compaction)
         .map_err(|error| unavailable(path, "could not start its log threads", error))?;
     let sync = match location.sync {

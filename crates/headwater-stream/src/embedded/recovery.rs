@@ -1,19 +1,21 @@
 //! Recovery: reads the newest snapshot, then the log after it.
 //!
 //! Guarantees: everything acknowledged is restored. An incomplete write at the end of the last log file is
-//! truncated. Any other unreadable data is an error that names the file and the offset, and nothing is
+//! removed. Any other unreadable data is an error that names the file and the offset, and nothing is
 //! changed.
 //! Upstream: `open`. Downstream: `segment` reads the files, `state` applies the records.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::path::Path;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use tracing::{info, warn};
 
 use super::codec::RecordError;
 use super::directory::{Directory, DirectoryListing, unavailable};
 use super::log::is_full;
+use super::read_back::{self, SyncedFrames};
 use super::redo_record::RedoRecord;
 use super::segment::{FILE_HEADER_BYTES, FileKind, FrameError, FrameReader, file_header};
 use super::state::EmbeddedState;
@@ -25,7 +27,7 @@ const COPY_BYTES: usize = 1024 * 1024;
 #[derive(Debug)]
 pub(super) struct Recovered {
     pub(super) state: EmbeddedState,
-    /// The last log file, positioned at its end.
+    /// The last log file, positioned at its end if `is_durable`.
     pub(super) file: File,
     pub(super) number: u64,
     /// The length of the last log file.
@@ -34,8 +36,11 @@ pub(super) struct Recovered {
     pub(super) log_bytes: u64,
     /// The size of the last snapshot.
     pub(super) snapshot_bytes: u64,
-    /// Bytes of an incomplete write that were truncated.
+    /// Bytes of an incomplete write that were ignored.
     pub(super) cut_bytes: u64,
+    /// Whether everything up to `offset` survives a power failure. If not, nothing may be written to `file`: a snapshot must
+    /// replace it first.
+    pub(super) is_durable: bool,
 }
 
 pub(super) fn recover(directory: &Directory) -> Result<Recovered> {
@@ -58,10 +63,14 @@ pub(super) fn recover(directory: &Directory) -> Result<Recovered> {
         log_bytes += read.end;
         tail = Some((*number, read));
     }
-    // Everything was readable; only now change files. Open the tail first: obsolete files are removed when
-    // nothing needs them.
+    // Everything was readable; only now change files. Unfinished files may be why there is no space for a copy of the tail.
+    remove_files(listing.unfinished.iter().cloned());
+    // Open the tail first: obsolete files are removed when nothing needs them. If the tail could not be made durable, the new
+    // name of the snapshot may not be durable either.
     let recovered = open_tail(directory, state, start, tail, log_bytes, snapshot_bytes)?;
-    remove_obsolete_files(&listing, directory, start);
+    if recovered.is_durable || directory.sync().is_ok() {
+        remove_files(obsolete_files(&listing, directory, start));
+    }
     Ok(recovered)
 }
 
@@ -78,7 +87,7 @@ fn open_tail(
     let (number, read) = match tail {
         Some((number, read)) if !read.is_incomplete => (number, read),
         _ => {
-            let file = create_log(directory, last)?;
+            let (file, is_durable) = create_tail(directory, last)?;
             let offset = FILE_HEADER_BYTES as u64;
             let cut_bytes = 0;
             return Ok(Recovered {
@@ -89,31 +98,49 @@ fn open_tail(
                 log_bytes,
                 snapshot_bytes,
                 cut_bytes,
+                is_durable,
             });
         }
     };
     let path = directory.log(number);
-    let (file, is_sound) = open_at(directory, number, &read)?;
+    let (file, is_durable) = open_at(directory, number, read.end)?;
     if read.cut > 0 {
         let file = path.display();
-        warn!(%file, offset = read.end, bytes = read.cut, "truncated an incomplete write at the end of the log");
+        warn!(%file, offset = read.end, bytes = read.cut, "ignored an incomplete write at the end of the log");
     }
     info!(log_bytes, snapshot_bytes, "embedded log replayed");
     let (offset, cut_bytes) = (read.end, read.cut);
-    // Force a snapshot with the next write.
-    let log_bytes = if is_sound { log_bytes } else { u64::MAX / 2 };
-    Ok(Recovered { state, file, number, offset, log_bytes, snapshot_bytes, cut_bytes })
+    Ok(Recovered { state, file, number, offset, log_bytes, snapshot_bytes, cut_bytes, is_durable })
+}
+
+/// Creates the last log file, which has no frames. Returns whether it is durable: on a full disk it is not, and a snapshot
+/// replaces it.
+fn create_tail(directory: &Directory, number: u64) -> Result<(File, bool)> {
+    let path = directory.log(number);
+    match write_header(directory, number) {
+        Ok(file) => Ok((file, true)),
+        Err(error) if is_full(&error) => {
+            let file = path.display();
+            warn!(%file, %error, "could not create the log; the next write begins with a snapshot");
+            let opened = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+            Ok((opened.map_err(|error| unavailable(&path, "could not be created", error))?, false))
+        }
+        Err(error) => Err(unavailable(&path, "could not be created", error)),
+    }
 }
 
 /// Creates and syncs the log file of this number, positioned after its header.
 pub(super) fn create_log(directory: &Directory, number: u64) -> Result<File> {
+    write_header(directory, number)
+        .map_err(|error| unavailable(&directory.log(number), "could not be created", error))
+}
+
+fn write_header(directory: &Directory, number: u64) -> io::Result<File> {
     let path = directory.log(number);
-    let failed = |error| unavailable(&path, "could not be created", error);
-    let mut file =
-        OpenOptions::new().create(true).truncate(true).write(true).open(&path).map_err(failed)?;
-    file.write_all(&file_header(FileKind::Log, number)).map_err(failed)?;
-    file.sync_all().map_err(failed)?;
-    directory.sync().map_err(failed)?;
+    let mut file = OpenOptions::new().create(true).truncate(true).write(true).open(path)?;
+    file.write_all(&file_header(FileKind::Log, number))?;
+    file.sync_all()?;
+    directory.sync()?;
     Ok(file)
 }
 
@@ -139,8 +166,6 @@ fn logs_from(directory: &Directory, listing: &DirectoryListing, start: u64) -> R
 /// Result of reading one log file.
 struct LogRead {
     end: u64,
-    /// The offset up to which it is known to be synced.
-    synced: u64,
     cut: u64,
     /// The process died while creating the file.
     is_incomplete: bool,
@@ -149,7 +174,7 @@ struct LogRead {
 fn read_log(path: &Path, number: u64, is_last: bool, state: &mut EmbeddedState) -> Result<LogRead> {
     let mut reader = match FrameReader::open(path, FileKind::Log, number) {
         Err(FrameError::Incomplete) if is_last => {
-            return Ok(LogRead { end: 0, synced: 0, cut: 0, is_incomplete: true });
+            return Ok(LogRead { end: 0, cut: 0, is_incomplete: true });
         }
         opened => opened.map_err(|problem| unreadable(path, problem))?,
     };
@@ -161,11 +186,10 @@ fn read_log(path: &Path, number: u64, is_last: bool, state: &mut EmbeddedState) 
                 apply_all(&payload, state).map_err(|problem| corrupt(path, offset, problem))?;
             }
             Ok(false) => {
-                let synced = reader.synced();
-                return Ok(LogRead { end: offset, synced, cut: 0, is_incomplete: false });
+                return Ok(LogRead { end: offset, cut: 0, is_incomplete: false });
             }
             Err(FrameError::Damaged { offset, problem }) if is_last => {
-                let (cut, synced) = (reader.length() - offset, reader.synced());
+                let cut = reader.length() - offset;
                 let evidence = reader
                     .synced_evidence()
                     .map_err(|error| unavailable(path, "could not be read", error))?;
@@ -174,7 +198,7 @@ fn read_log(path: &Path, number: u64, is_last: bool, state: &mut EmbeddedState) 
                         format!("{problem}, but the frame at byte {evidence} declares it synced");
                     return Err(corrupt(path, offset, &problem));
                 }
-                return Ok(LogRead { end: offset, synced, cut, is_incomplete: false });
+                return Ok(LogRead { end: offset, cut, is_incomplete: false });
             }
             Err(problem) => return Err(unreadable(path, problem)),
         }
@@ -212,37 +236,30 @@ fn apply_all(mut payload: &[u8], state: &mut EmbeddedState) -> Result<(), Record
     Ok(())
 }
 
-/// Opens the last log file at its end. Returns whether that end is durable.
+/// Opens the last log file at `end`. Returns whether everything before that is durable.
 ///
 /// A killed process leaves data that is written but not synced; later data must not depend on it. A sync is
 /// not enough: if one has failed before, the operating system holds the data only in memory and considers it
 /// clean. So the data is copied to a new file: in place, some file systems would not rewrite the same
-/// blocks.
-fn open_at(directory: &Directory, number: u64, read: &LogRead) -> Result<(File, bool)> {
+/// blocks. If the disk does not take the copy, the file stays as it is.
+fn open_at(directory: &Directory, number: u64, end: u64) -> Result<(File, bool)> {
     let path = directory.log(number);
-    let failed = |error| unavailable(&path, "could not be opened for writing", error);
-    let is_synced = read.synced >= read.end;
-    if !is_synced {
-        match copy(directory, number, read.end) {
-            Ok(file) => return Ok((file, true)),
-            Err(error) if is_full(&error) => {
-                let file = path.display();
-                warn!(%file, %error, "disk full: could not copy the end of the log; a snapshot follows");
-            }
-            Err(error) => return Err(unavailable(&path, "could not be copied", error)),
+    match copy(directory, number, end) {
+        Ok(file) => Ok((file, true)),
+        Err(error) if is_full(&error) => {
+            let file = path.display();
+            warn!(%file, %error, "could not make a durable copy of the log; the next write begins with a snapshot");
+            let opened = OpenOptions::new().write(true).open(&path);
+            let opened = opened
+                .map_err(|error| unavailable(&path, "could not be opened for writing", error))?;
+            Ok((opened, false))
         }
-    }
-    let mut file = OpenOptions::new().write(true).open(&path).map_err(failed)?;
-    file.set_len(read.end).map_err(failed)?;
-    file.seek(SeekFrom::Start(read.end)).map_err(failed)?;
-    match file.sync_all() {
-        Err(error) if is_synced => Err(failed(error)),
-        // The sync may fail on a full disk; nothing relies on it before the snapshot.
-        _ => Ok((file, is_synced)),
+        Err(error) => Err(unavailable(&path, "could not be copied", error)),
     }
 }
 
-/// Replaces a log file by a durable copy of its first `end` bytes. Returns the copy positioned at its end.
+/// Replaces a log file by a durable copy of its first `end` bytes. Returns the copy positioned at its end. Fails with
+/// `StorageFull` if the disk does not have the copy, whatever it reports: on full storage ext4 fails with other errors too.
 fn copy(directory: &Directory, number: u64, end: u64) -> io::Result<File> {
     let (path, unfinished) = (directory.log(number), directory.unfinished_log(number));
     let copied = (|| {
@@ -256,9 +273,13 @@ fn copy(directory: &Directory, number: u64, end: u64) -> io::Result<File> {
                 length => to.write_all(&chunk[..length])?,
             }
         }
-        to.sync_all()?;
-        fs::rename(&unfinished, &path)?;
-        directory.sync()?;
+        let frames = SyncedFrames::all(FileKind::Log, number, end);
+        // It replaces the only copy of its data, so the sync alone is not trusted.
+        to.sync_all()
+            .and_then(|()| read_back::check(&unfinished, frames, &AtomicBool::new(false)))
+            .and_then(|()| fs::rename(&unfinished, &path))
+            .and_then(|()| directory.sync())
+            .map_err(|error| io::Error::new(io::ErrorKind::StorageFull, error))?;
         Ok(to)
     })();
     if copied.is_err() {
@@ -267,15 +288,22 @@ fn copy(directory: &Directory, number: u64, end: u64) -> io::Result<File> {
     copied
 }
 
-/// Removes files left by a crash during compaction. A failure only wastes space.
-fn remove_obsolete_files(listing: &DirectoryListing, directory: &Directory, start: u64) {
-    let old_logs = listing.logs.iter().filter(|number| **number < start);
-    let old_snapshots = listing.snapshots.iter().filter(|number| **number < start);
-    let leftovers = old_logs
-        .map(|number| directory.log(*number))
-        .chain(old_snapshots.map(|number| directory.snapshot(*number)))
-        .chain(listing.unfinished.iter().cloned());
-    for path in leftovers {
+/// Files that a crash during compaction has left.
+fn obsolete_files(
+    listing: &DirectoryListing,
+    directory: &Directory,
+    start: u64,
+) -> impl Iterator<Item = PathBuf> {
+    let old_logs = listing.logs.iter().filter(move |number| **number < start);
+    let old_snapshots = listing.snapshots.iter().filter(move |number| **number < start);
+    old_logs
+        .map(move |number| directory.log(*number))
+        .chain(old_snapshots.map(move |number| directory.snapshot(*number)))
+}
+
+/// A failure only wastes space.
+fn remove_files(files: impl Iterator<Item = PathBuf>) {
+    for path in files {
         if let Err(error) = fs::remove_file(&path) {
             let file = path.display();
             warn!(%file, %error, "could not remove an obsolete file");

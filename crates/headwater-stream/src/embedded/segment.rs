@@ -47,7 +47,7 @@ pub(super) enum FrameError {
     },
     /// Unsupported format version.
     Version(u32),
-    /// The file is shorter than its header: the process died while creating it.
+    /// The file is shorter than its header, or has only zeros: the process or the machine died while creating it.
     Incomplete,
     Io(io::Error),
 }
@@ -116,25 +116,39 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 /// Reads the frames of one file in order.
 #[derive(Debug)]
-pub(super) struct FrameReader {
-    file: BufReader<File>,
+pub(super) struct FrameReader<R> {
+    input: R,
     number: u64,
     offset: u64,
     length: u64,
-    synced: u64,
 }
 
-impl FrameReader {
+impl FrameReader<BufReader<File>> {
     /// Opens a file and validates its header.
     pub(super) fn open(path: &Path, kind: FileKind, number: u64) -> Result<Self, FrameError> {
         let file = File::open(path)?;
         let length = file.metadata()?.len();
+        Self::new(BufReader::with_capacity(256 * 1024, file), kind, number, length)
+    }
+}
+
+impl<R: Read> FrameReader<R> {
+    /// Reads a file of this length from its beginning: validates its header.
+    pub(super) fn new(
+        mut input: R,
+        kind: FileKind,
+        number: u64,
+        length: u64,
+    ) -> Result<Self, FrameError> {
         if length < FILE_HEADER_BYTES as u64 {
             return Err(FrameError::Incomplete);
         }
-        let mut file = BufReader::with_capacity(256 * 1024, file);
         let mut header = [0; FILE_HEADER_BYTES];
-        file.read_exact(&mut header)?;
+        input.read_exact(&mut header)?;
+        // After a power failure the length of a new file may be on the disk without its data.
+        if length == FILE_HEADER_BYTES as u64 && header == [0; FILE_HEADER_BYTES] {
+            return Err(FrameError::Incomplete);
+        }
         let damaged = |offset, problem: String| Err(FrameError::Damaged { offset, problem });
         if header[..8] != kind.magic() {
             return damaged(0, "not a Headwater file: wrong magic number".to_owned());
@@ -148,8 +162,12 @@ impl FrameReader {
         if u64_at(&header, 12) != number {
             return damaged(0, format!("its header has file number {}", u64_at(&header, 12)));
         }
-        let offset = FILE_HEADER_BYTES as u64;
-        Ok(Self { file, number, offset, length, synced: offset })
+        Ok(Self::resume(input, number, FILE_HEADER_BYTES as u64, length))
+    }
+
+    /// Reads a file of this length from the frame at `offset` on, where `input` begins.
+    pub(super) fn resume(input: R, number: u64, offset: u64, length: u64) -> Self {
+        Self { input, number, offset, length }
     }
 
     /// Offset of the next frame.
@@ -162,47 +180,69 @@ impl FrameReader {
         self.length
     }
 
-    /// The offset up to which the frames read so far declare the file synced.
-    pub(super) fn synced(&self) -> u64 {
-        self.synced
-    }
-
     /// Reads the next frame into `payload`. Returns `false` at the end.
     pub(super) fn next(&mut self, payload: &mut Vec<u8>) -> Result<bool, FrameError> {
-        let damaged = |problem: &str| FrameError::Damaged {
-            offset: self.offset,
-            problem: problem.to_owned(),
-        };
-        let left = self.length - self.offset;
-        if left == 0 {
-            return Ok(false);
-        }
-        if left < FRAME_HEADER_BYTES as u64 {
-            return Err(damaged("the file ends within a frame header"));
-        }
-        let mut header = [0; FRAME_HEADER_BYTES];
-        self.file.read_exact(&mut header)?;
-        let Some(header) = FrameHeader::parse(&header, self.number, self.offset) else {
-            return Err(damaged("invalid frame header"));
-        };
-        let length = header.length as usize;
-        // Checked before memory is allocated.
-        if header.length > left - FRAME_HEADER_BYTES as u64 {
-            return Err(damaged("the file ends within a frame"));
-        }
-        if length > FRAME_BYTES_MAX {
-            return Err(damaged("frame length exceeds the limit"));
-        }
-        payload.resize(length, 0);
-        self.file.read_exact(payload)?;
-        if crc32fast::hash(payload) != header.checksum {
-            return Err(damaged("frame checksum mismatch"));
-        }
-        self.offset += (FRAME_HEADER_BYTES + length) as u64;
-        self.synced = self.synced.max(header.synced);
+        let Some(header) = self.next_header()? else { return Ok(false) };
+        payload.resize(header.length as usize, 0);
+        self.input.read_exact(payload)?;
+        self.end_frame(&header, crc32fast::hash(payload))?;
         Ok(true)
     }
 
+    /// Validates the next frame without keeping it in memory. Returns the length of its payload; `None` at the end.
+    pub(super) fn skip(&mut self) -> Result<Option<u64>, FrameError> {
+        let Some(header) = self.next_header()? else { return Ok(None) };
+        let mut hasher = crc32fast::Hasher::new();
+        let mut chunk = [0; 16 * 1024];
+        let mut left = header.length as usize;
+        while left > 0 {
+            let chunk = &mut chunk[..left.min(16 * 1024)];
+            self.input.read_exact(chunk)?;
+            hasher.update(chunk);
+            left -= chunk.len();
+        }
+        self.end_frame(&header, hasher.finalize())?;
+        Ok(Some(header.length))
+    }
+
+    /// Reads the header of the next frame, whose payload fits into the file. Returns `None` at the end.
+    fn next_header(&mut self) -> Result<Option<FrameHeader>, FrameError> {
+        let left = self.length - self.offset;
+        if left == 0 {
+            return Ok(None);
+        }
+        if left < FRAME_HEADER_BYTES as u64 {
+            return Err(self.damaged("the file ends within a frame header"));
+        }
+        let mut header = [0; FRAME_HEADER_BYTES];
+        self.input.read_exact(&mut header)?;
+        let Some(header) = FrameHeader::parse(&header, self.number, self.offset) else {
+            return Err(self.damaged("invalid frame header"));
+        };
+        // Checked before memory is allocated.
+        if header.length > left - FRAME_HEADER_BYTES as u64 {
+            return Err(self.damaged("the file ends within a frame"));
+        }
+        if header.length > FRAME_BYTES_MAX as u64 {
+            return Err(self.damaged("frame length exceeds the limit"));
+        }
+        Ok(Some(header))
+    }
+
+    fn end_frame(&mut self, header: &FrameHeader, checksum: u32) -> Result<(), FrameError> {
+        if checksum != header.checksum {
+            return Err(self.damaged("frame checksum mismatch"));
+        }
+        self.offset += FRAME_HEADER_BYTES as u64 + header.length;
+        Ok(())
+    }
+
+    fn damaged(&self, problem: &str) -> FrameError {
+        FrameError::Damaged { offset: self.offset, problem: problem.to_owned() }
+    }
+}
+
+impl<R: Read + Seek> FrameReader<R> {
     /// Searches after a damaged offset for a frame that declares that offset synced. Returns the frame's offset.
     pub(super) fn synced_evidence(mut self) -> io::Result<Option<u64>> {
         const STEP: usize = 1024 * 1024;
@@ -211,8 +251,11 @@ impl FrameReader {
         let mut window = Vec::new();
         while offset + FRAME_HEADER_BYTES as u64 <= self.length {
             window.clear();
-            self.file.seek(SeekFrom::Start(offset))?;
-            self.file.by_ref().take((STEP + FRAME_HEADER_BYTES) as u64).read_to_end(&mut window)?;
+            self.input.seek(SeekFrom::Start(offset))?;
+            self.input
+                .by_ref()
+                .take((STEP + FRAME_HEADER_BYTES) as u64)
+                .read_to_end(&mut window)?;
             let candidates = window.windows(FRAME_HEADER_BYTES).zip(offset..);
             for (bytes, at) in candidates.filter(|(bytes, _)| bytes[..4] == FRAME_MAGIC) {
                 let header = std::array::from_fn(|index| bytes[index]);

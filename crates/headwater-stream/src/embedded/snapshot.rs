@@ -1,8 +1,8 @@
 //! Snapshots: the whole state as redo records, in one file.
 //!
 //! A snapshot is written while the log continues and replaces the log before it.
-//! Guarantees: under its final name it is complete and durable. A crash at any point leaves either the old
-//! or the new files.
+//! Guarantees: under its final name it is complete and durable, and was read back from the disk, because it replaces the only
+//! copy of its data. A crash at any point leaves either the old or the new files.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -10,6 +10,7 @@ use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::directory::Directory;
+use super::read_back::{self, SyncedFrames};
 use super::redo_record::RedoRecord;
 use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, FileKind, file_header, seal_frame};
 use super::state::group::GroupState;
@@ -34,7 +35,9 @@ pub(super) fn write(
     let written = File::create(&unfinished).and_then(|file| {
         let mut writer = SnapshotWriter::new(file, number, stop)?;
         write_state(state, &mut writer)?;
-        writer.finish()
+        let bytes = writer.finish()?;
+        read_back::check(&unfinished, SyncedFrames::all(FileKind::Snapshot, number, bytes), stop)?;
+        Ok(bytes)
     });
     let bytes = match written {
         Ok(bytes) => bytes,
@@ -218,5 +221,25 @@ impl<'a> SnapshotWriter<'a> {
         self.write_frame()?;
         self.file.sync_all()?;
         Ok(self.offset)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshot_that_is_stopped_while_it_is_read_back_leaves_no_file() {
+        let path = tempfile::tempdir().expect("a directory");
+        let (directory, _lock) = Directory::open(path.path()).expect("opened");
+        let write = |stop| {
+            let state = EmbeddedState::default();
+            write(&directory, 1, &state, &AtomicBool::new(stop)).expect("no error")
+        };
+        // It is too small for the writer to notice the stop.
+        assert_eq!(write(true), None);
+        let listing = directory.list().expect("listed");
+        assert!(listing.snapshots.is_empty() && listing.unfinished.is_empty(), "{listing:?}");
+        assert!(write(false).is_some());
     }
 }

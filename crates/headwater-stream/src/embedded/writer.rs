@@ -18,8 +18,9 @@ use tracing::{debug, error, info, warn};
 use super::directory::Directory;
 use super::engine::{Buffer, EngineShared};
 use super::log::{CommitLog, Damage, LogFailure, LogTail};
+use super::read_back::{self, SyncedFrames, UncheckedTail};
 use super::recovery::create_log;
-use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, seal_frame};
+use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, FileKind, seal_frame};
 use super::snapshot;
 use super::state::EmbeddedState;
 use crate::error::StreamError;
@@ -40,6 +41,8 @@ pub(super) struct Compaction {
     pub(super) log_bytes: u64,
     /// Size of the last snapshot: the log may grow to that size before the next one.
     pub(super) snapshot_bytes: u64,
+    /// The log file is not durable as it was opened: a snapshot replaces it before anything is written.
+    pub(super) is_due: bool,
 }
 
 /// Starts the log threads.
@@ -108,6 +111,8 @@ struct LogWriter {
     /// The snapshot in progress.
     snapshot: Option<JoinHandle<Option<u64>>>,
     stop_snapshot: Arc<AtomicBool>,
+    /// The end of the current file that is read back before the next file begins.
+    unchecked: UncheckedTail,
 }
 
 impl LogWriter {
@@ -117,16 +122,18 @@ impl LogWriter {
         directory: Directory,
         compaction: Compaction,
     ) -> Self {
+        let tail = log.lock().tail.clone();
         Self {
             shared: Arc::clone(shared),
             log: Arc::clone(log),
             directory: Arc::new(directory),
-            tail: log.lock().tail.clone(),
             frame: Buffer::empty(),
             commit: 0,
             compaction,
             snapshot: None,
             stop_snapshot: Arc::default(),
+            unchecked: UncheckedTail::new(tail.offset),
+            tail,
         }
     }
 
@@ -146,6 +153,11 @@ impl LogWriter {
     fn step(&mut self) -> Result<bool, LogFailure> {
         if !self.take_buffer()? {
             return Ok(false);
+        }
+        if self.compaction.is_due {
+            // It includes what was taken from the buffer.
+            self.replace_by_snapshot()?;
+            return Ok(true);
         }
         self.write()?;
         if self.wants_snapshot() {
@@ -183,6 +195,7 @@ impl LogWriter {
         seal_frame(&mut self.frame, self.tail.number, self.tail.offset, self.tail.synced);
         let written = (&*self.tail.file).write_all(&self.frame);
         written.map_err(|error| self.failed_write("written", error))?;
+        self.unchecked.add_frame(self.tail.offset);
         self.tail.offset += self.frame.len() as u64;
         self.compaction.log_bytes += self.frame.len() as u64;
         self.log.publish_written(self.commit, self.tail.offset);
@@ -315,7 +328,7 @@ impl LogWriter {
         {
             self.compaction.snapshot_bytes = bytes;
         }
-        let Compaction { after_bytes, log_bytes, snapshot_bytes } = self.compaction;
+        let Compaction { after_bytes, log_bytes, snapshot_bytes, .. } = self.compaction;
         self.snapshot.is_none() && log_bytes > after_bytes.max(snapshot_bytes)
     }
 
@@ -333,6 +346,11 @@ impl LogWriter {
             self.write()?;
         }
         self.log.sync(&self.tail, self.commit)?;
+        // Before another file follows: then an unreadable end would be corruption, and not an incomplete write.
+        let (from, end) = (self.unchecked.from(), self.tail.offset);
+        let frames = SyncedFrames { kind: FileKind::Log, number: self.tail.number, from, end };
+        read_back::check(&self.tail.path, frames, &AtomicBool::new(false))
+            .map_err(|error| LogFailure::new(Damage::Sync, &self.tail.path, "read back", error))?;
         let number = self.tail.number + 1;
         let file = create_log(&self.directory, number).map_err(|error| {
             LogFailure::new(Damage::Write, &self.directory.log(number), "created", to_io(error))
@@ -370,11 +388,16 @@ impl LogWriter {
         let path = Arc::new(self.directory.log(number));
         self.tail = LogTail { file: Arc::new(file), path, number, offset, synced: offset };
         self.log.lock().tail = self.tail.clone();
+        self.unchecked = UncheckedTail::new(offset);
+        self.compaction.is_due = false;
     }
 
     /// Syncs everything and marks it with a final empty frame, so that recovery does not mistake damage for an
     /// incomplete write.
     fn finish(&mut self) -> Result<(), LogFailure> {
+        if self.compaction.is_due {
+            self.replace_by_snapshot()?;
+        }
         self.commit = self.shared.lock_ignoring_poison().buffer.commit;
         self.log.sync(&self.tail, self.commit)?;
         self.write()?;

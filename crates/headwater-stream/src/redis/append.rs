@@ -18,9 +18,10 @@ use super::RedisBackend;
 use super::client::{Idempotency, StartedCall};
 use super::command::Commands;
 use super::error::{ReplyError, ServerError};
+use super::keys::Key;
 use super::reply::{Cursor, RespReplies, RespValue};
 use super::streams::millis;
-use super::{keys, msgpack, scripts, trim};
+use super::{msgpack, scripts, trim};
 use crate::entry::{EntryId, EntrySize, Fields};
 use crate::error::Result;
 use crate::name::StreamName;
@@ -131,8 +132,8 @@ impl RedisBackend {
         keep: Duration,
         retention: &Retention,
     ) -> Result<Vec<AppendedEntry>> {
-        let mut keys = vec![stream.to_string()];
-        keys.extend(entries.iter().map(|entry| keys::once(stream, &entry.id)));
+        let mut keys = vec![self.key(stream)];
+        keys.extend(entries.iter().map(|entry| self.keys().once(stream, &entry.id)));
         let mut commands = Commands::new();
         commands.script(&scripts::APPEND_ONCE, &keys, 1 + entries.len());
         commands.arg_number(millis(keep));
@@ -162,7 +163,7 @@ impl RedisBackend {
             bytes <= CHUNK_BYTES || *at == start
         };
         let end = start + (start..entries.len()).take_while(fits).count();
-        add_appends(commands, stream, (start..end).map(|at| entries.entry(at)));
+        add_appends(commands, &self.key(stream), (start..end).map(|at| entries.entry(at)));
         let is_last = end == entries.len() && !entries.is_empty();
         let trims = is_last && self.add_trim(commands, stream, entries.len(), retention);
         AppendChunk { entries: start..end, trims }
@@ -253,7 +254,7 @@ fn encoded_bytes(append: &AppendRequest<'_>, size: EntrySize) -> usize {
 /// Adds an `XADD` command for each entry; several are a transaction.
 pub(super) fn add_appends<F: Borrow<Fields>>(
     commands: &mut Commands,
-    stream: &StreamName,
+    stream: &Key<'_>,
     entries: impl ExactSizeIterator<Item = F>,
 ) {
     let mut last = None;
@@ -294,7 +295,7 @@ type PreviousEntry = Option<(usize, std::ops::Range<usize>)>;
 /// Consecutive entries usually have the same number of fields: their commands share a prefix, which is copied.
 fn add_entry(
     commands: &mut Commands,
-    stream: &StreamName,
+    stream: &Key<'_>,
     fields: &Fields,
     previous: &mut PreviousEntry,
 ) {
@@ -306,7 +307,7 @@ fn add_entry(
             let start = commands.position();
             commands.begin(3 + 2 * fields.len());
             commands.arg("XADD");
-            commands.arg(stream.as_str());
+            commands.arg_key(stream);
             commands.arg("*");
             *previous = Some((fields.len(), start..commands.position()));
         }

@@ -8,6 +8,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -15,6 +16,7 @@ use super::client::{RedisClient, RetryBackoff};
 use super::command::EncodedCommands;
 use super::connection::Connection;
 use super::error::{RetryAction, ServerError};
+use super::read_connections::{OTHERS_MAX, WAIT_SLACK};
 use super::readers::StreamRead;
 use super::reply::{RespReplies, RespValue};
 use crate::error::{Result, StreamError};
@@ -55,6 +57,25 @@ impl BlockingConnection {
     /// The read without a reply, and when it ends.
     pub(super) fn outstanding(&self) -> Option<(&StreamRead, Instant)> {
         self.outstanding.as_ref().map(|outstanding| (&outstanding.read, outstanding.until))
+    }
+
+    /// Whether the server should have replied to the outstanding read so long ago that other servers wait for it no more.
+    pub(super) fn is_overdue(&self) -> bool {
+        let now = Instant::now() + WAIT_SLACK;
+        self.outstanding.as_ref().is_some_and(|read| read.until + OTHERS_MAX <= now)
+    }
+
+    /// Takes the reply to the outstanding read if it has arrived: what the read fetched, if anything. The next read gets an
+    /// error of the server again.
+    pub(super) fn take_arrived(&mut self) -> Option<Result<Option<RespReplies>>> {
+        self.outstanding.as_ref()?;
+        let reply = self.connection.as_mut()?.finish().now_or_never()?;
+        Some(self.finish_read(reply).and_then(Self::fetched))
+    }
+
+    /// Whether the connection is still being opened: nothing was sent yet.
+    pub(super) fn is_connecting(&self) -> bool {
+        self.connecting.as_ref().is_some_and(|attempt| !attempt.is_finished())
     }
 
     /// Sends a read and waits for entries until `wait_until`; `None` if there are none. An outstanding read must be the
@@ -123,11 +144,7 @@ impl BlockingConnection {
             let soon = deadline.min(Instant::now() + pause);
             pause *= 2;
             if let Ok(reply) = timeout_at(soon, connection.finish()).await {
-                let replies = self.finish_read(reply)?;
-                return match Self::classify(&replies)? {
-                    ReadReply::Entries => Ok(Some(replies)),
-                    ReadReply::Empty | ReadReply::Error(_) => Ok(None),
-                };
+                return self.finish_read(reply).and_then(Self::fetched);
             }
             if Instant::now() >= deadline {
                 self.finish_read(Err(timed_out()))?;
@@ -152,7 +169,7 @@ impl BlockingConnection {
         if !client.can_unblock() || connection.id().is_none() {
             block = block.map(|ms| ms.min(BLOCK_SLICE.as_millis() as u64));
         }
-        let encoded: EncodedCommands = read.command(block).encode();
+        let encoded: EncodedCommands = read.command(client.keys(), block).encode();
         if self.asking {
             connection.start(&[ASKING, &encoded.bytes].concat(), 2);
         } else {
@@ -232,6 +249,12 @@ impl BlockingConnection {
         let mut parts = replies.split(2).map_err(|error| error.into_stream_error("a read"))?;
         let (reply, error) = parts.remove(1);
         Ok(RespReplies::new(reply, error.is_some()))
+    }
+
+    /// The replies, if they have entries.
+    fn fetched(replies: RespReplies) -> Result<Option<RespReplies>> {
+        let has_entries = matches!(Self::classify(&replies)?, ReadReply::Entries);
+        Ok(has_entries.then_some(replies))
     }
 
     fn classify(replies: &RespReplies) -> Result<ReadReply> {

@@ -13,7 +13,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::cluster::ClusterNodes;
 use super::command::{Commands, EncodedCommands};
 use super::connection::{ConnectError, Connection, ConnectionSettings};
-use super::keys;
+use super::keys::{self, Keyspace};
 use super::multiplexed::ResponseFuture;
 use super::node::{Node, NodeAddress};
 use super::reconnect::BACKOFF;
@@ -55,7 +55,7 @@ impl CallConnection {
 /// The client of one server, a Sentinel service or a cluster.
 pub(super) struct RedisClient {
     nodes: Nodes,
-    database: u32,
+    keys: Arc<Keyspace>,
     call_deadline: Duration,
     closed: watch::Sender<bool>,
     /// The same value, cheaper to read on every call.
@@ -80,7 +80,9 @@ impl RedisClient {
         call_deadline: Duration,
         configure_notifications: bool,
     ) -> Self {
-        let database = settings.params.database;
+        let is_cluster = matches!(topology, Topology::Cluster { .. });
+        let params = &settings.params;
+        let keys = Arc::new(Keyspace::new(&params.key_prefix, params.database, is_cluster));
         let mut sentinel_watch = None;
         let nodes = match topology.clone() {
             Topology::Single(address) => {
@@ -100,7 +102,7 @@ impl RedisClient {
         };
         Self {
             nodes,
-            database,
+            keys,
             call_deadline,
             closed: watch::Sender::new(false),
             is_closed: false.into(),
@@ -119,21 +121,14 @@ impl RedisClient {
         matches!(self.nodes, Nodes::Cluster(_))
     }
 
-    /// The slot of a key; always 0 without a cluster.
-    pub(super) fn slot(&self, key: &str) -> u16 {
-        if self.is_cluster() { keys::slot(key) } else { 0 }
+    /// The slot of a name and its keys; always 0 without a cluster.
+    pub(super) fn slot(&self, name: &str) -> u16 {
+        if self.is_cluster() { keys::slot(name) } else { 0 }
     }
 
-    pub(super) fn database(&self) -> u32 {
-        self.database
-    }
-
-    /// Where a reader of this stream reads.
-    pub(super) fn reader_place(&self, stream: &str) -> keys::ReaderPlace {
-        match self.is_cluster() {
-            true => keys::ReaderPlace::Slot(keys::slot(stream)),
-            false => keys::ReaderPlace::Database(self.database),
-        }
+    /// The keys and channels of this client.
+    pub(super) fn keys(&self) -> &Arc<Keyspace> {
+        &self.keys
     }
 
     pub(super) fn call_deadline(&self) -> Duration {

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use super::keys::Key;
 use super::reply::Scanner;
 use super::scripts::Script;
 use crate::entry::{Digits, EntryId, Fields, put_count, put_text};
@@ -47,10 +48,17 @@ impl Commands {
         commands
     }
 
+    /// One command on a key: its name, the key, and the words after it.
+    pub(super) fn on_key<W: AsRef<[u8]>>(name: &[&str], key: &Key<'_>, words: &[W]) -> Self {
+        let mut commands = Self::new();
+        commands.add_on_key(name, key, words);
+        commands
+    }
+
     /// One script with its keys and arguments.
-    pub(super) fn run<K: AsRef<str>, A: AsRef<[u8]>>(
+    pub(super) fn run<A: AsRef<[u8]>>(
         script: &'static Script,
-        keys: &[K],
+        keys: &[Key<'_>],
         args: &[A],
     ) -> Self {
         let mut commands = Self::new();
@@ -62,6 +70,14 @@ impl Commands {
     /// Adds a command with all its words.
     pub(super) fn add<W: AsRef<[u8]>>(&mut self, words: &[W]) {
         self.begin(words.len());
+        words.iter().for_each(|word| self.arg(word));
+    }
+
+    /// Adds a command on a key: its name, the key, and the words after it.
+    pub(super) fn add_on_key<W: AsRef<[u8]>>(&mut self, name: &[&str], key: &Key<'_>, words: &[W]) {
+        self.begin(name.len() + 1 + words.len());
+        name.iter().for_each(|word| self.arg(word));
+        self.arg_key(key);
         words.iter().for_each(|word| self.arg(word));
     }
 
@@ -87,22 +103,24 @@ impl Commands {
     }
 
     /// Starts a script call with its keys; `arg` adds the `args` arguments.
-    pub(super) fn script<K: AsRef<str>>(
-        &mut self,
-        script: &'static Script,
-        keys: &[K],
-        args: usize,
-    ) {
+    pub(super) fn script(&mut self, script: &'static Script, keys: &[Key<'_>], args: usize) {
         self.scripts.push((self.count, script));
         self.begin(3 + keys.len() + args);
         self.arg("EVALSHA");
         self.arg(script.digest());
         self.arg_number(keys.len() as u64);
-        keys.iter().for_each(|key| self.arg(key.as_ref()));
+        keys.iter().for_each(|key| self.arg_key(key));
     }
 
     pub(super) fn arg(&mut self, bytes: impl AsRef<[u8]>) {
         put_text(&mut self.bytes, bytes.as_ref());
+        self.added(1);
+    }
+
+    pub(super) fn arg_key(&mut self, key: &Key<'_>) {
+        put_count(&mut self.bytes, b'$', key.len());
+        key.parts().iter().for_each(|part| self.bytes.extend_from_slice(part));
+        self.bytes.extend_from_slice(b"\r\n");
         self.added(1);
     }
 
@@ -216,6 +234,8 @@ impl EncodedCommands {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::name::LeaseName;
+    use crate::redis::keys::Keyspace;
 
     #[test]
     fn a_command_is_an_array_of_bulk_strings() {
@@ -239,9 +259,10 @@ mod tests {
     #[test]
     fn a_script_call_can_carry_the_text_of_the_script() {
         let script = &crate::redis::scripts::ACQUIRE;
-        let encoded = Commands::run(script, &["k"], &["a"]).encode();
+        let (keys, lease) = (Keyspace::new("app1:", 0, false), LeaseName::new("k").unwrap());
+        let encoded = Commands::run(script, &[keys.of(&lease)], &["a"]).encode();
         let with_text = EncodedCommands::with_text(encoded.commands()[0], "return 1").unwrap();
-        let expected = Commands::one(&["EVAL", "return 1", "1", "k", "a"]).encode().bytes;
+        let expected = Commands::one(&["EVAL", "return 1", "1", "app1:k", "a"]).encode().bytes;
         assert_eq!(with_text, expected);
         let other = Commands::one(&["GET", &"k".repeat(80)]).encode();
         assert_eq!(EncodedCommands::with_text(&other.bytes, "return 1"), None);

@@ -8,9 +8,10 @@ use bytes::Bytes;
 use super::RedisBackend;
 use super::command::Commands;
 use super::error::ReplyError;
+use super::keys::Key;
 use super::reply::Cursor;
+use super::scripts;
 use super::streams::millis;
-use super::{keys, scripts};
 use crate::dedup::{Dedup, DedupStatus};
 use crate::error::Result;
 use crate::name::DedupScope;
@@ -25,7 +26,7 @@ impl Dedup for RedisBackend {
         hold: Duration,
     ) -> Result<Vec<DedupStatus>> {
         validate::dedup(ids.iter().map(|id| (*id, &b""[..])), Some(hold))?;
-        let keys: Vec<String> = ids.iter().map(|id| keys::dedup(scope, id)).collect();
+        let keys: Vec<Key<'_>> = ids.iter().map(|id| self.keys().dedup(scope, id)).collect();
         let commands = Commands::run(&scripts::DEDUP_BEGIN, &keys, &[millis(hold).to_string()]);
         // Re-sent, the ids would be in progress for this caller itself.
         self.call_once(scope, commands, |reply| reply.list(read_status)).await
@@ -38,7 +39,7 @@ impl Dedup for RedisBackend {
         keep: Duration,
     ) -> Result<()> {
         validate::dedup(done.iter().map(|(id, value)| (*id, &value[..])), Some(keep))?;
-        let keys: Vec<String> = done.iter().map(|(id, _)| keys::dedup(scope, id)).collect();
+        let keys: Vec<Key<'_>> = done.iter().map(|(id, _)| self.keys().dedup(scope, id)).collect();
         let mut commands = Commands::new();
         commands.script(&scripts::DEDUP_FINISH, &keys, 1 + done.len());
         commands.arg_number(millis(keep));
@@ -48,7 +49,7 @@ impl Dedup for RedisBackend {
 
     async fn dedup_abandon(&self, scope: &DedupScope, ids: &[&str]) -> Result<()> {
         validate::dedup(ids.iter().map(|id| (*id, &b""[..])), None)?;
-        let keys: Vec<String> = ids.iter().map(|id| keys::dedup(scope, id)).collect();
+        let keys: Vec<Key<'_>> = ids.iter().map(|id| self.keys().dedup(scope, id)).collect();
         let commands = Commands::run(&scripts::DEDUP_ABANDON, &keys, &[""; 0]);
         self.call_idempotent(scope, commands, |reply| reply.number().map(drop)).await
     }

@@ -14,7 +14,6 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::debug;
 
 use super::client::RedisClient;
-use super::keys;
 use super::pubsub::{PubSubConnection, unavailable};
 use crate::error::{Result, StreamError};
 use crate::name::DelayName;
@@ -42,27 +41,29 @@ pub(super) struct DueNotifier {
 
 #[derive(Default)]
 struct DueWaiters {
-    by_set: Mutex<HashMap<DelayName, Arc<Notify>>>,
+    /// By the key of the set, which is the text of a notification.
+    by_set: Mutex<HashMap<String, Arc<Notify>>>,
     is_subscribed: AtomicBool,
 }
 
 /// Registration of a task that waits on a set; ends when dropped.
 pub(super) struct DueWaiter {
     waiters: Arc<DueWaiters>,
-    set: DelayName,
+    set: String,
     pub(super) notified: Arc<Notify>,
 }
 
 impl DueNotifier {
     /// Registers a waiter for this set. It is notified at once when the subscription starts.
     pub(super) fn register(&self, client: &Arc<RedisClient>, set: &DelayName) -> DueWaiter {
+        let set = client.keys().of(set).to_string();
         let notified = Arc::clone(self.waiters.lock().entry(set.clone()).or_default());
         let mut task = self.task.lock().expect("no code panics while it holds this lock");
         if task.as_ref().is_none_or(AbortOnDropHandle::is_finished) {
             let listener = run_until_closed(Arc::clone(client), Arc::clone(&self.waiters));
             *task = Some(AbortOnDropHandle::new(tokio::spawn(listener)));
         }
-        DueWaiter { waiters: Arc::clone(&self.waiters), set: set.clone(), notified }
+        DueWaiter { waiters: Arc::clone(&self.waiters), set, notified }
     }
 
     /// How long a waiter may rely on notifications before it polls.
@@ -89,7 +90,7 @@ impl Drop for DueWaiter {
 
 impl DueWaiters {
     fn notify(&self, set: &str) {
-        let waiters = DelayName::new(set).ok().and_then(|set| self.lock().get(&set).cloned());
+        let waiters = self.lock().get(set).cloned();
         if let Some(waiters) = waiters {
             waiters.notify_waiters();
         }
@@ -102,7 +103,7 @@ impl DueWaiters {
         all.iter().for_each(|waiters| waiters.notify_waiters());
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<DelayName, Arc<Notify>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Arc<Notify>>> {
         self.by_set.lock().expect("no code panics while it holds this lock")
     }
 }
@@ -140,7 +141,7 @@ async fn subscribe(client: &RedisClient) -> Result<PubSubConnection> {
     let deadline = client.deadline();
     let node = client.node_for_slot(0, deadline).await.map_err(unavailable)?;
     let mut subscription = PubSubConnection::open(&node, client.call_deadline(), deadline).await?;
-    let added = subscription.subscribe(&keys::due_channel(client.database()), deadline).await?;
+    let added = subscription.subscribe(client.keys().due_channel(), deadline).await?;
     added.map_err(|problem| StreamError::Denied { problem })?;
     Ok(subscription)
 }

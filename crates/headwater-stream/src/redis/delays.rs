@@ -12,9 +12,10 @@ use super::RedisBackend;
 use super::client::{Idempotency, closed};
 use super::command::Commands;
 use super::error::{ReplyError, ServerError};
+use super::keys::Key;
 use super::reply::Cursor;
 use super::settle::due_args;
-use super::{keys, msgpack, sanitized_name, scripts};
+use super::{msgpack, sanitized_name, scripts};
 use crate::clock::Timestamp;
 use crate::delays::{DelayId, DelayStats, DelayedEntry, Delays, PromotedEntry, ScheduleRequest};
 use crate::entry::EntryId;
@@ -39,13 +40,13 @@ impl Delays for RedisBackend {
             self.check_same_slot("the target stream", delays.as_str(), item.to.as_str())?;
         }
         let mut commands = Commands::new();
-        let keys = [delays.as_str(), &keys::delay_entries(delays)];
-        commands.script(&scripts::SCHEDULE, &keys, 1 + items.len() * 4);
-        commands.arg(keys::due_channel(self.database));
+        commands.script(&scripts::SCHEDULE, &self.keys().delay_set(delays), 1 + items.len() * 4);
+        commands.arg(self.keys().due_channel());
         for item in items {
             let (kind, ms) = due_args(item.due);
             commands.arg(kind);
             commands.arg_number(ms);
+            // A name, not a key: `promote` makes the key.
             commands.arg(item.to.as_str());
             commands.arg(msgpack::target_and_fields(item.to.as_str(), &item.fields));
         }
@@ -54,7 +55,7 @@ impl Delays for RedisBackend {
     }
 
     async fn cancel(&self, delays: &DelayName, id: DelayId) -> Result<bool> {
-        let keys = [delays.as_str(), &keys::delay_entries(delays)];
+        let keys = self.keys().delay_set(delays);
         let commands = Commands::run(&scripts::CANCEL_DELAYED, &keys, &[padded(id)]);
         self.call_once(delays, commands, |reply| Ok(reply.number()? > 0)).await
     }
@@ -84,7 +85,7 @@ impl Delays for RedisBackend {
         count: usize,
     ) -> Result<Vec<DelayedEntry>> {
         validate::count(count)?;
-        let keys = [delays.as_str(), &keys::delay_entries(delays)];
+        let keys = self.keys().delay_set(delays);
         let last = offset.saturating_add(count - 1).min(i64::MAX as usize);
         let args = [offset.min(i64::MAX as usize).to_string(), last.to_string()];
         let commands = Commands::run(&scripts::LIST_DELAYED, &keys, &args);
@@ -94,7 +95,7 @@ impl Delays for RedisBackend {
     }
 
     async fn delete_delay_set(&self, delays: &DelayName) -> Result<bool> {
-        let keys = [delays.as_str(), &keys::delay_entries(delays)];
+        let keys = self.keys().delay_set(delays);
         let commands = Commands::run(&scripts::DELETE_DELAY_SET, &keys, &[""; 0]);
         self.call_once(delays, commands, |reply| Ok(reply.number()? > 0)).await
     }
@@ -119,7 +120,7 @@ impl DelaySetState {
 
 impl RedisBackend {
     async fn delay_set_state(&self, delays: &DelayName) -> Result<DelaySetState> {
-        let commands = Commands::run(&scripts::NEXT_DUE, &[delays], &[""; 0]);
+        let commands = Commands::run(&scripts::NEXT_DUE, &[self.key(delays)], &[""; 0]);
         self.call_idempotent(delays, commands, read_state).await
     }
 
@@ -181,7 +182,7 @@ impl RedisBackend {
         count: usize,
     ) -> Result<Vec<Vec<u8>>> {
         let args = [offset.to_string(), count.to_string()];
-        let commands = Commands::run(&scripts::LIST_DUE, &[delays], &args);
+        let commands = Commands::run(&scripts::LIST_DUE, &[self.key(delays)], &args);
         let read = |reply: &mut Cursor<'_>| reply.list(|member| Ok(member.text()?.to_vec()));
         self.call_idempotent(delays, commands, read).await
     }
@@ -197,12 +198,13 @@ impl RedisBackend {
             .map(|member| Ok((member.as_slice(), read_member(member)?)))
             .collect::<Result<Vec<_>, ReplyError>>()
             .map_err(|error| error.into_stream_error(delays))?;
-        let mut keys = vec![delays.as_str().to_owned(), keys::delay_entries(delays)];
+        let mut keys = Vec::from(self.keys().delay_set(delays));
         let mut args: Vec<Vec<u8>> = Vec::with_capacity(members.len() * 3);
         for (member, (id, target)) in &members {
-            let known = keys[2..].iter().position(|key| key == target.as_str());
+            let target = self.key(target);
+            let known = keys[2..].iter().position(|key: &Key<'_>| *key == target);
             let index = known.unwrap_or_else(|| {
-                keys.push(target.to_string());
+                keys.push(target);
                 keys.len() - 3
             });
             let key = (index + 3).to_string();

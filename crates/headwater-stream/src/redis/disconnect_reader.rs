@@ -17,7 +17,6 @@ use super::client::{Idempotency, RedisClient};
 use super::command::Commands;
 use super::connection::Connection;
 use super::error::ReplyError;
-use super::keys;
 use super::node::Node;
 use super::pubsub::unavailable;
 use super::reply::RespValue;
@@ -42,23 +41,23 @@ impl RedisBackend {
         group: &GroupName,
         consumer: &ConsumerName,
     ) -> Result<DisconnectOutcome> {
-        let tombstone = keys::reader_tombstone(stream, group, consumer);
+        let tombstone = self.keys().reader_tombstone(stream, group, consumer);
         let ms = TOMBSTONE_TTL.as_millis().to_string();
-        let commands = Commands::one(&["SET", &tombstone, "1", "PX", &ms]);
+        let commands = Commands::on_key(&["SET"], &tombstone, &["1", "PX", &ms]);
         let mut replies = self.call(stream, commands, Idempotency::Idempotent).await?;
         if matches!(replies.cursor().text(), Err(ReplyError::Server(error)) if error.is_full()) {
-            let commands = Commands::run(&scripts::SET_TOMBSTONE, &[&tombstone], &[&ms]);
+            let commands = Commands::run(&scripts::SET_TOMBSTONE, &[tombstone], &[&ms]);
             replies = self.call(stream, commands, Idempotency::Idempotent).await?;
         }
         let tombstone_denied = match replies.cursor().text() {
             Ok(_) => None,
             Err(ReplyError::Server(error)) => Some(error.to_string()),
-            Err(error) => return Err(error.into_stream_error(&tombstone)),
+            Err(error) => return Err(error.into_stream_error(stream)),
         };
         let deadline = self.client.deadline();
         let slot = self.slot(stream);
         let owner = self.client.node_for_slot(slot, deadline).await.map_err(unavailable)?;
-        let name = keys::reader_name(self.client.reader_place(stream.as_str()), group, consumer);
+        let name = self.keys().reader_name(stream, group, consumer);
         // While a slot is migrated, a reader may be blocked on the importing node.
         let soon = deadline.min(Instant::now() + OTHER_NODES_TIMEOUT);
         let others = self.client.primaries();
@@ -198,7 +197,7 @@ pub(super) async fn register_reader(
     deadline: Instant,
 ) -> Result<bool> {
     let Some(first) = streams.first() else { return Ok(false) };
-    let name = keys::reader_name(client.reader_place(first.as_str()), group, consumer);
+    let name = client.keys().reader_name(first, group, consumer);
     let encoded = Commands::one(&["CLIENT", "SETNAME", &name]).encode();
     let late = || StreamError::Unavailable {
         problem: "a new connection was not ready within the deadline".to_owned(),
@@ -209,7 +208,8 @@ pub(super) async fn register_reader(
     named.map_err(|error| StreamError::unavailable("a new connection was lost", error))?;
     let mut commands = Commands::new();
     for stream in streams {
-        commands.add(&["EXISTS", &keys::reader_tombstone(stream, group, consumer)]);
+        let tombstone = client.keys().reader_tombstone(stream, group, consumer);
+        commands.add_on_key(&["EXISTS"], &tombstone, &[""; 0]);
     }
     // On the shared connection, which follows a slot that is migrated.
     let call = client.call(client.slot(first.as_str()), commands, Idempotency::Idempotent);

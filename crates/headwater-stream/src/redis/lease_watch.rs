@@ -14,12 +14,12 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use super::client::RedisClient;
+use super::keys::Keyspace;
+use super::keyspace_notifications;
 use super::node::Node;
 use super::pubsub::{PubSubConnection, unavailable};
-use super::{keys, keyspace_notifications};
 use crate::error::{Result, StreamError};
 use crate::leases::{LeaseEvent, LeaseEventKind, LeaseWatch, WatchMode};
-use crate::name::LeaseName;
 
 /// Capacity of the event buffer.
 const EVENTS_MAX: usize = 1024;
@@ -38,18 +38,13 @@ pub(super) struct RedisLeaseWatch {
 impl RedisLeaseWatch {
     /// Subscribes on every primary that can be reached; events are received from the moment this returns. Fails if there is
     /// none.
-    pub(super) async fn open(
-        client: &Arc<RedisClient>,
-        database: u32,
-        prefix: &str,
-    ) -> Result<Self> {
+    pub(super) async fn open(client: &Arc<RedisClient>, prefix: &str) -> Result<Self> {
         client.check_open()?;
         let deadline = client.deadline();
         let (events, receiver) = broadcast::channel(EVENTS_MAX);
         let listener = LeaseEventListener {
             prefix: prefix.into(),
-            expired: keys::expired_channel(database),
-            released: keys::released_channel(database),
+            keys: Arc::clone(client.keys()),
             ping_timeout: client.call_deadline(),
             configures_notifications: client.configures_notifications(),
             events,
@@ -117,9 +112,9 @@ fn lagged() -> LeaseEvent {
 /// Turns pub/sub messages into lease events.
 #[derive(Clone)]
 struct LeaseEventListener {
+    /// What the names of the leases begin with.
     prefix: Arc<str>,
-    expired: String,
-    released: String,
+    keys: Arc<Keyspace>,
     ping_timeout: Duration,
     configures_notifications: bool,
     events: broadcast::Sender<LeaseEvent>,
@@ -206,10 +201,11 @@ impl LeaseEventListener {
         let mut subscription = PubSubConnection::open(node, self.ping_timeout, deadline).await?;
         let mut expiry = Ok(());
         if releases {
-            let added = subscription.subscribe(&self.released, deadline).await?;
+            let added = subscription.subscribe(self.keys.released_channel(), deadline).await?;
             added.map_err(|reason| StreamError::Denied { problem: reason })?;
         }
-        if let Err(reason) = subscription.subscribe(&self.expired, deadline).await? {
+        let expired = self.keys.expired_channel();
+        if let Err(reason) = subscription.subscribe(expired, deadline).await? {
             expiry = Err(reason);
         }
         let listener = self.clone();
@@ -224,15 +220,15 @@ impl LeaseEventListener {
     }
 
     fn event(&self, channel: &[u8], key: &str) -> Option<LeaseEvent> {
-        let kind = if channel == self.released.as_bytes() {
+        let kind = if channel == self.keys.released_channel().as_bytes() {
             LeaseEventKind::Released
         } else {
             LeaseEventKind::Expired
         };
         // Ignore other keys, and epoch records, which expire long after their leases.
-        let is_lease = key.starts_with(&*self.prefix) && !keys::is_epoch(key);
-        let lease = is_lease.then(|| LeaseName::new(key).ok()).flatten();
-        lease.map(|lease| LeaseEvent { lease: Some(lease), kind })
+        let lease = self.keys.lease_of(key)?;
+        let is_watched = lease.as_str().starts_with(&*self.prefix);
+        is_watched.then_some(LeaseEvent { lease: Some(lease), kind })
     }
 
     fn publish(&self, event: LeaseEvent) {

@@ -14,10 +14,11 @@ use super::RedisBackend;
 use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
+use super::keys::Key;
 use super::lease_watch::RedisLeaseWatch;
 use super::reply::{Cursor, parse_digits};
 use super::streams::millis;
-use super::{keys, sanitized_name, scripts};
+use super::{sanitized_name, scripts};
 use crate::error::{Result, StreamError};
 use crate::leases::{
     AcquireResult, Epoch, Fence, LeaseInfo, LeaseWatch, Leases, OTHER_SERVERS_PART, Renewal,
@@ -42,7 +43,7 @@ impl Leases for RedisBackend {
         ttl: Duration,
     ) -> Result<AcquireResult> {
         validate::lease_ttl(ttl)?;
-        let keys = [lease.as_str(), &keys::epoch(lease)];
+        let keys = self.keys().lease_with_epoch(lease);
         let args = [holder.to_string(), millis(ttl).to_string(), record_ttl(ttl)];
         let commands = Commands::run(&scripts::ACQUIRE, &keys, &args);
         // The current holder gets the same epoch again, so the call is idempotent.
@@ -58,7 +59,7 @@ impl Leases for RedisBackend {
         validate::renew(leases, ttl)?;
         let head = [holder.to_string(), millis(ttl).to_string(), record_ttl(ttl)];
         let add = |commands: &mut Commands, part: &[&Fence]| {
-            commands.script(&scripts::RENEW, &keys_of(part), head.len() + part.len());
+            commands.script(&scripts::RENEW, &self.keys_of(part), head.len() + part.len());
             head.iter().for_each(|arg| commands.arg(arg));
             part.iter().for_each(|fence| commands.arg_number(fence.epoch.0));
         };
@@ -75,11 +76,10 @@ impl Leases for RedisBackend {
 
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize> {
         validate::leases(leases.len())?;
-        let channel = keys::released_channel(self.database);
         let add = |commands: &mut Commands, part: &[&Fence]| {
-            commands.script(&scripts::RELEASE, &keys_of(part), 2 + part.len());
+            commands.script(&scripts::RELEASE, &self.keys_of(part), 2 + part.len());
             commands.arg(holder.as_str());
-            commands.arg(&channel);
+            commands.arg(self.keys().released_channel());
             part.iter().for_each(|fence| commands.arg_number(fence.epoch.0));
         };
         let read = |cursor: &mut Cursor<'_>| Ok(cursor.number()? == 1);
@@ -102,8 +102,8 @@ impl Leases for RedisBackend {
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
         validate::leases(leases.len())?;
         let add = |commands: &mut Commands, part: &[&LeaseName]| {
-            let keys: Vec<String> =
-                part.iter().flat_map(|lease| [lease.to_string(), keys::epoch(lease)]).collect();
+            let keys: Vec<Key<'_>> =
+                part.iter().flat_map(|lease| self.keys().lease_with_epoch(lease)).collect();
             commands.script(&scripts::LEASES, &keys, 0);
         };
         let found = self
@@ -113,11 +113,15 @@ impl Leases for RedisBackend {
     }
 
     async fn watch(&self, prefix: &str) -> Result<Box<dyn LeaseWatch>> {
-        Ok(Box::new(RedisLeaseWatch::open(&self.client, self.database, prefix).await?))
+        Ok(Box::new(RedisLeaseWatch::open(&self.client, prefix).await?))
     }
 }
 
 impl RedisBackend {
+    fn keys_of<'a>(&'a self, fences: &[&'a Fence]) -> Vec<Key<'a>> {
+        fences.iter().flat_map(|fence| self.keys().lease_with_epoch(&fence.lease)).collect()
+    }
+
     /// Runs a script over leases in batches: one round trip in total, or one per slot (concurrently) on a cluster. The
     /// results are in the order of `all`; those of a slot whose call failed, or did not end within `others` after the first
     /// one, are `None`, with the last error.
@@ -205,10 +209,6 @@ fn or_unknown<A: Clone>((results, failure): PartialResults<A>, unknown: A) -> Re
         Some(error) if results.iter().all(Option::is_none) => Err(error),
         _ => Ok(results.into_iter().map(|one| one.unwrap_or_else(|| unknown.clone())).collect()),
     }
-}
-
-fn keys_of(fences: &[&Fence]) -> Vec<String> {
-    fences.iter().flat_map(|fence| [fence.lease.to_string(), keys::epoch(&fence.lease)]).collect()
 }
 
 fn record_ttl(ttl: Duration) -> String {

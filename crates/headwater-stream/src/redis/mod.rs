@@ -1,6 +1,6 @@
 //! The Redis backend: one server, a Sentinel service, or a Cluster.
 //!
-//! A name is its key; `keys` derives all other keys. The caller encodes its commands (`command`) and sends them over a
+//! `keys` turns names into keys. The caller encodes its commands (`command`) and sends them over a
 //! connection that all callers share (`multiplexed`); calls with large replies share a second one. Commands that the server rejected without effect are re-sent (`retry`).
 //! Replies are parsed in place (`reply`). Each atomic step is one script (`scripts`). Blocking reads use dedicated connections
 //! (`blocking_connection`).
@@ -71,6 +71,7 @@ use self::connection::{ConnectionSettings, LivenessCheck};
 use self::delay_wakeups::DueNotifier;
 use self::disconnect_reader::NodeDisconnectors;
 use self::error::ReplyError;
+use self::keys::{Key, KeyName, Keyspace};
 use self::reply::{Cursor, RespReplies, RespValue};
 use self::trim::TrimSchedule;
 use self::url::{Topology, Url};
@@ -85,7 +86,6 @@ const VERSION_MIN: (u32, u32) = (6, 2);
 /// The Redis backend.
 struct RedisBackend {
     client: Arc<RedisClient>,
-    database: u32,
     url: Url,
     description: Mutex<BackendDescription>,
     trim_schedule: TrimSchedule,
@@ -137,7 +137,6 @@ pub(crate) async fn open(url: &str, options: &Options) -> Result<Arc<dyn Backend
     let (trim_schedule, transaction_check, due_notifier, disconnectors) = Default::default();
     Ok(Arc::new(RedisBackend {
         client,
-        database: url.params.database,
         url,
         description: Mutex::new(description),
         trim_schedule,
@@ -238,6 +237,16 @@ impl RedisBackend {
         idempotency: Idempotency,
     ) -> Result<RespReplies> {
         self.client.call_bulk(self.slot(name), commands, idempotency).await
+    }
+
+    /// The keys and channels of this backend.
+    fn keys(&self) -> &Keyspace {
+        self.client.keys()
+    }
+
+    /// The key of a name.
+    fn key<'a>(&'a self, name: &'a impl KeyName) -> Key<'a> {
+        self.keys().of(name)
     }
 
     fn slot(&self, name: impl AsRef<str>) -> u16 {

@@ -1,8 +1,9 @@
 //! The blocking connections of one reader: one in total, or one per slot on a cluster.
 //!
 //! Upstream: `readers`. Guarantees: the first connection with entries ends the wait; what other
-//! connections fetch meanwhile is returned by the next read. A server that does not answer delays the others once, by at most
-//! a second: then its connection is closed and the read of its slot has failed.
+//! connections fetch meanwhile is returned by the next read, also if others have entries with every read. A server that does
+//! not answer delays the others once, by at most a second: then its connection is closed and the read of its slot has failed.
+//! A connection that takes longer to open does not fail a read that waits, and its server has a second as well.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,9 +19,9 @@ use super::reply::RespReplies;
 use crate::error::{Result, StreamError};
 
 /// An outstanding read that ends at most this much later than the new one is not cancelled.
-const WAIT_SLACK: Duration = Duration::from_millis(5);
+pub(super) const WAIT_SLACK: Duration = Duration::from_millis(5);
 /// How long the servers of other slots have after the first one has answered, or after the end of the wait.
-const OTHERS_MAX: Duration = Duration::from_secs(1);
+pub(super) const OTHERS_MAX: Duration = Duration::from_secs(1);
 
 pub(super) struct ReadConnections {
     client: Arc<RedisClient>,
@@ -91,6 +92,12 @@ impl ReadConnections {
         for (slot, _) in reads {
             self.by_slot.entry(*slot).or_insert_with(|| BlockingConnection::new(*slot));
         }
+        if reads.len() > 1 {
+            self.take_arrived();
+            if !self.completed.is_empty() || !self.failures.is_empty() {
+                return Ok(());
+            }
+        }
         if let [(slot, read)] = reads
             && let Some(connection) = self.by_slot.get_mut(slot)
         {
@@ -100,32 +107,63 @@ impl ReadConnections {
             return Ok(());
         }
         // First without blocking on all connections, then blocking until the first one has entries.
-        self.read_many(reads, None).await;
-        if self.completed.is_empty() && self.failures.is_empty() && wait_until.is_some() {
-            self.read_many(reads, wait_until).await;
+        let is_waiting = wait_until.is_some();
+        let mut connecting = self.read_many(reads, None, is_waiting).await;
+        if self.completed.is_empty() && self.failures.is_empty() && is_waiting {
+            connecting = self.read_many(reads, wait_until, true).await;
+        } else if is_waiting {
+            // Others have entries. These attempts go on, and a later read tells how they ended.
+            connecting.clear();
         }
+        self.failures.extend(connecting.into_iter().map(|read| (read, no_answer())));
         Ok(())
     }
 
+    /// Takes the replies that have arrived since the last read.
+    fn take_arrived(&mut self) {
+        for connection in self.by_slot.values_mut() {
+            let Some((read, _)) = connection.outstanding() else { continue };
+            let read = read.clone();
+            match connection.take_arrived() {
+                Some(Ok(Some(replies))) => self.completed.push((read, replies)),
+                Some(Err(error)) => self.failures.push((read, error)),
+                Some(Ok(None)) | None => {}
+            }
+        }
+    }
+
     /// Reads on all connections. Without a wait it collects all replies, otherwise it stops at the first with entries or an
-    /// error.
-    async fn read_many(&mut self, reads: &[(u16, StreamRead)], wait_until: Option<Instant>) {
+    /// error. Returns late reads that were not sent, because their connections are still being opened. `is_waiting`: the
+    /// caller waits for entries, so a connection that an earlier read began to open delays nothing.
+    async fn read_many(
+        &mut self,
+        reads: &[(u16, StreamRead)],
+        wait_until: Option<Instant>,
+        is_waiting: bool,
+    ) -> Vec<StreamRead> {
         let client = &self.client;
         let mut unanswered: BTreeMap<u16, &StreamRead> = BTreeMap::new();
+        let mut has_others = false;
         let mut reading: FuturesUnordered<_> = self
             .by_slot
             .iter_mut()
             .filter_map(|(slot, connection)| {
                 let (_, read) = reads.iter().find(|(of_slot, _)| of_slot == slot)?;
                 // A connection that is still blocked has no entries yet: its server would have replied.
-                let blocked = connection.outstanding().is_some() && wait_until.is_none();
-                (!blocked).then(|| {
+                let is_blocked = connection.outstanding().is_some() && !connection.is_overdue();
+                let is_later = is_blocked || is_waiting && connection.is_connecting();
+                has_others |= is_later;
+                (wait_until.is_some() || !is_later).then(|| {
                     unanswered.insert(*slot, read);
                     async move { (*slot, connection.read(client, read, wait_until).await, read) }
                 })
             })
             .collect();
-        let mut limit = wait_until.map(|until| until + OTHERS_MAX);
+        // Entries of a connection that is left out may arrive at any time, so the others do not have longer either.
+        let mut limit = match wait_until {
+            Some(until) => Some(until + OTHERS_MAX),
+            None => has_others.then(|| Instant::now() + OTHERS_MAX),
+        };
         let is_late = loop {
             let answered = match limit {
                 None => Ok(reading.next().await),
@@ -145,12 +183,22 @@ impl ReadConnections {
             }
         };
         drop(reading);
-        if is_late {
-            for (slot, read) in unanswered {
-                self.by_slot.remove(&slot);
-                self.failures.push((read.clone(), no_answer()));
+        let mut connecting = Vec::new();
+        for (slot, read) in unanswered.into_iter().filter(|_| is_late) {
+            match self.by_slot.get(&slot) {
+                // An attempt to connect ends by its own deadline. To abort it would mean to begin again with the next read.
+                Some(connection) if connection.outstanding().is_none() => {
+                    connecting.push(read.clone());
+                }
+                // The connection was opened late, and its server has time left.
+                Some(connection) if is_waiting && !connection.is_overdue() => {}
+                _ => {
+                    self.by_slot.remove(&slot);
+                    self.failures.push((read.clone(), no_answer()));
+                }
             }
         }
+        connecting
     }
 
     /// Cancels outstanding reads that differ from these or would block too long, and drops unused connections.

@@ -15,6 +15,7 @@ use super::command::Commands;
 use super::connection::Connection;
 use super::disconnect_reader;
 use super::error::{ReplyError, ServerError};
+use super::keys::Keyspace;
 use super::read_connections::ReadConnections;
 use super::reply::RespReplies;
 use super::streams::create_group;
@@ -73,7 +74,8 @@ impl RedisGroupReader {
             Some(fields) => Ok(Some(DeliveredEntry { id, fields, deliveries: 1 })),
             None => Err(ReplyError::unexpected("new entry without fields")),
         };
-        read_batches(self.connections.take_completed(), streams, delivered)
+        let completed = self.connections.take_completed();
+        read_batches(self.connections.client().keys(), completed, streams, delivered)
     }
 }
 
@@ -135,7 +137,8 @@ impl TailReader for RedisTailReader {
             // Replies to earlier, different reads are dropped.
             completed.retain(|(read, _)| reads.iter().any(|(_, wanted)| wanted == read));
             let entry = |id, fields: Option<Fields>| Ok(fields.map(|fields| Entry { id, fields }));
-            let batches = read_batches(completed, &streams, entry)?;
+            let keys = self.connections.client().keys();
+            let batches = read_batches(keys, completed, &streams, entry)?;
             if is_empty || !batches.is_empty() {
                 return Ok(batches);
             }
@@ -158,7 +161,7 @@ impl StreamRead {
     }
 
     /// Encodes the command; with `block_ms` it blocks up to that many milliseconds.
-    pub(super) fn command(&self, block_ms: Option<u64>) -> Commands {
+    pub(super) fn command(&self, keys: &Keyspace, block_ms: Option<u64>) -> Commands {
         let words = 4
             + if self.group.is_some() { 3 } else { 0 }
             + if block_ms.is_some() { 2 } else { 0 }
@@ -180,7 +183,7 @@ impl StreamRead {
             commands.arg_number(ms);
         }
         commands.arg("STREAMS");
-        self.streams.iter().for_each(|stream| commands.arg(stream.as_str()));
+        self.streams.iter().for_each(|stream| commands.arg_key(&keys.of(stream)));
         match &self.group {
             None => self.positions.iter().for_each(|id| commands.arg_id(*id)),
             Some(_) => self.streams.iter().for_each(|_| commands.arg(">")),
@@ -203,7 +206,7 @@ impl StreamRead {
             return Ok(false);
         }
         for stream in &self.streams {
-            let commands = create_group(stream, group, GroupStart::Beginning);
+            let commands = create_group(client.keys(), stream, group, GroupStart::Beginning);
             let replies = client.call(slot, commands, Idempotency::Idempotent).await?;
             replies.cursor().number().map_err(|error| error.into_stream_error(stream))?;
         }
@@ -233,11 +236,15 @@ impl StreamRead {
         slot: u16,
         error: &ServerError,
     ) -> &StreamName {
-        let is_named = |stream: &StreamName| error.text().contains(&format!("'{stream}'"));
+        let keys = client.keys();
+        let is_named =
+            |stream: &StreamName| error.text().contains(&format!("'{}'", keys.of(stream)));
         let mut found = self.streams.iter().position(is_named).unwrap_or(0);
         if error.is_wrong_type() && self.streams.len() > 1 {
             let mut commands = Commands::new();
-            self.streams.iter().for_each(|stream| commands.add(&["TYPE", stream.as_str()]));
+            for stream in &self.streams {
+                commands.add_on_key(&["TYPE"], &keys.of(stream), &[""; 0]);
+            }
             if let Ok(replies) = client.call(slot, commands, Idempotency::Idempotent).await {
                 let mut cursor = replies.cursor();
                 let wrong_type = |_: &_| !matches!(cursor.text(), Ok(b"stream" | b"none"));
@@ -277,6 +284,7 @@ fn by_slot(
 
 /// Parses completed reads into batches in the order of `streams`. `entry` returns `None` for an entry to skip.
 fn read_batches<T>(
+    keys: &Keyspace,
     completed: Vec<(StreamRead, RespReplies)>,
     streams: &[StreamName],
     entry: impl Fn(EntryId, Option<Fields>) -> Result<Option<T>, ReplyError>,
@@ -291,9 +299,9 @@ fn read_batches<T>(
                 cursor.array_of(2)?;
                 let name = cursor.text()?;
                 let stream =
-                    requested.find(|stream| stream.as_str().as_bytes() == name).ok_or_else(
-                        || ReplyError::unexpected("entries of a stream that was not requested"),
-                    )?;
+                    requested.find(|stream| keys.of(*stream).is(name)).ok_or_else(|| {
+                        ReplyError::unexpected("entries of a stream that was not requested")
+                    })?;
                 let count = cursor.array()?;
                 let mut entries = Vec::with_capacity(count.min(COUNT_MAX));
                 for _ in 0..count {

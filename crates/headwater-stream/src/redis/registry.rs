@@ -24,7 +24,7 @@ impl Registry for RedisBackend {
     ) -> Result<usize> {
         validate::members(members, ttl)?;
         let mut commands = Commands::new();
-        commands.script(&scripts::SET_ADD, &[set], 1 + members.len());
+        commands.script(&scripts::SET_ADD, &[self.key(set)], 1 + members.len());
         commands.arg(ttl.map_or(String::new(), |ttl| millis(ttl).to_string()));
         members.iter().for_each(|member| commands.arg(member));
         self.call_once(set, commands, |reply| Ok(reply.count()? as usize)).await
@@ -35,12 +35,12 @@ impl Registry for RedisBackend {
         if members.is_empty() {
             return self.client.check_open().map(|()| 0);
         }
-        let words: Vec<&str> = ["SREM", set.as_str()].iter().chain(members).copied().collect();
-        self.call_once(set, Commands::one(&words), |reply| Ok(reply.count()? as usize)).await
+        let commands = Commands::on_key(&["SREM"], &self.key(set), members);
+        self.call_once(set, commands, |reply| Ok(reply.count()? as usize)).await
     }
 
     async fn set_members(&self, set: &SetName) -> Result<Vec<String>> {
-        let commands = Commands::one(&["SMEMBERS", set.as_str()]);
+        let commands = Commands::on_key(&["SMEMBERS"], &self.key(set), &[""; 0]);
         let mut members =
             self.call_idempotent(set, commands, |reply| reply.list(Cursor::string)).await?;
         members.sort_unstable();
@@ -52,16 +52,15 @@ impl Registry for RedisBackend {
         if members.is_empty() {
             return self.client.check_open().map(|()| Vec::new());
         }
-        let words: Vec<&str> =
-            ["SMISMEMBER", set.as_str()].iter().chain(members).copied().collect();
+        let commands = Commands::on_key(&["SMISMEMBER"], &self.key(set), members);
         let read = |reply: &mut Cursor<'_>| reply.list(|is_member| Ok(is_member.number()? == 1));
-        self.call_idempotent(set, Commands::one(&words), read).await
+        self.call_idempotent(set, commands, read).await
     }
 
     async fn map_create(&self, map: &MapName, fields: &RegistryMap) -> Result<bool> {
         validate::map(fields)?;
         let mut commands = Commands::new();
-        commands.script(&scripts::MAP_CREATE, &[map], fields.len() * 2);
+        commands.script(&scripts::MAP_CREATE, &[self.key(map)], fields.len() * 2);
         add_fields(&mut commands, fields);
         self.call_once(map, commands, |reply| Ok(reply.number()? == 1)).await
     }
@@ -75,7 +74,8 @@ impl Registry for RedisBackend {
         validate::map(fields)?;
         let mut commands = Commands::new();
         let expected = if expect.is_some() { 2 } else { 0 };
-        commands.script(&scripts::MAP_UPDATE, &[map], 1 + expected + fields.len() * 2);
+        let args = 1 + expected + fields.len() * 2;
+        commands.script(&scripts::MAP_UPDATE, &[self.key(map)], args);
         match expect {
             None => commands.arg("0"),
             Some((name, value)) => {
@@ -89,7 +89,7 @@ impl Registry for RedisBackend {
     }
 
     async fn map_get(&self, map: &MapName) -> Result<Option<RegistryMap>> {
-        let commands = Commands::one(&["HGETALL", map.as_str()]);
+        let commands = Commands::on_key(&["HGETALL"], &self.key(map), &[""; 0]);
         let read = |reply: &mut Cursor<'_>| {
             let mut fields = RegistryMap::new();
             for _ in 0..reply.array()? / 2 {
@@ -102,7 +102,7 @@ impl Registry for RedisBackend {
     }
 
     async fn map_delete(&self, map: &MapName) -> Result<bool> {
-        self.delete(map.as_str(), "hash").await
+        self.delete(map, "hash").await
     }
 }
 

@@ -11,6 +11,7 @@ use super::RedisBackend;
 use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
+use super::keys::Key;
 use super::reply::Cursor;
 use super::streams::{epoch_text, fenced, millis};
 use super::{keys, msgpack, scripts};
@@ -61,7 +62,7 @@ impl RedisBackend {
         let mut commands = Commands::with_capacity(64 + settle.entries.len() * 28);
         commands.begin(3 + settle.entries.len());
         commands.arg("XACK");
-        commands.arg(settle.stream.as_str());
+        commands.arg_key(&self.key(settle.stream));
         commands.arg(settle.group.as_str());
         settle.entries.iter().for_each(|entry| commands.arg_id(entry.id));
         self.settle_with(settle, commands).await
@@ -98,7 +99,7 @@ impl RedisBackend {
         commands.arg(settle.group.as_str());
         commands.arg(settle.consumer.as_str());
         commands.arg(epoch_text(settle.fence));
-        commands.arg(keys::due_channel(self.database));
+        commands.arg(self.keys().due_channel());
         for arg in args {
             match arg {
                 Arg::Word(word) => commands.arg(word),
@@ -123,11 +124,11 @@ impl RedisBackend {
     }
 
     fn add_entry<'a>(
-        &self,
+        &'a self,
         settle: &SettleBatch<'_>,
         entry: &'a Settlement,
         copied: Option<&HashSet<EntryId>>,
-        keys: &mut Vec<String>,
+        keys: &mut Vec<Key<'a>>,
         args: &mut Vec<Arg<'a>>,
     ) -> Result<()> {
         let id = Arg::Id(entry.id);
@@ -144,16 +145,17 @@ impl RedisBackend {
                     }
                     return Ok(());
                 }
-                let key = key_index(keys, vec![to.to_string()]);
+                let key = key_index(keys, [self.key(to)]);
                 let packed = Arg::Packed(msgpack::fields(fields));
                 args.extend([Arg::Word("append"), id, Arg::Number(key), packed]);
             }
             SettleAction::Reschedule { delays, to, due, fields } => {
                 self.check_same_slot("delays", settle.stream.as_str(), delays.as_str())?;
                 self.check_same_slot("the target stream", delays.as_str(), to.as_str())?;
-                let key = key_index(keys, vec![delays.to_string(), keys::delay_entries(delays)]);
+                let key = key_index(keys, self.keys().delay_set(delays));
                 let (kind, ms) = due_args(*due);
                 args.extend([Arg::Word("reschedule"), id, Arg::Number(key), Arg::Word(kind)]);
+                // A name, not a key: the one who promotes the entry makes the key.
                 args.extend([Arg::Number(ms), Arg::Word(to.as_str())]);
                 args.push(Arg::Packed(msgpack::target_and_fields(to.as_str(), fields)));
             }
@@ -203,15 +205,15 @@ impl RedisBackend {
     }
 
     /// The keys of a script: the stream, and the lease with its epoch record if there is a fence.
-    pub(super) fn keys_with_fence(
-        &self,
-        stream: &StreamName,
-        fence: Option<&Fence>,
-    ) -> Result<Vec<String>> {
-        let mut all = vec![stream.to_string()];
+    pub(super) fn keys_with_fence<'a>(
+        &'a self,
+        stream: &'a StreamName,
+        fence: Option<&'a Fence>,
+    ) -> Result<Vec<Key<'a>>> {
+        let mut all = vec![self.key(stream)];
         if let Some(fence) = fence {
             self.check_same_slot("the fence", stream.as_str(), fence.lease.as_str())?;
-            all.extend([fence.lease.to_string(), keys::epoch(&fence.lease)]);
+            all.extend(self.keys().lease_with_epoch(&fence.lease));
         }
         Ok(all)
     }
@@ -247,12 +249,11 @@ pub(super) fn due_args(due: DueTime) -> (&'static str, u64) {
 }
 
 /// The 1-based index of the first of these keys; they are added if missing.
-fn key_index(keys: &mut Vec<String>, wanted: Vec<String>) -> u64 {
-    let len = wanted.len();
-    let found = keys.windows(len).position(|window| window == wanted.as_slice());
+fn key_index<'a, const N: usize>(keys: &mut Vec<Key<'a>>, wanted: [Key<'a>; N]) -> u64 {
+    let found = keys.windows(N).position(|window| window == wanted);
     let index = found.unwrap_or_else(|| {
         keys.extend(wanted);
-        keys.len() - len
+        keys.len() - N
     });
     index as u64 + 1
 }

@@ -21,7 +21,7 @@ const COUNT_BATCH: usize = 500;
 impl RedisBackend {
     /// Statistics with what the server itself says about the lag.
     pub(super) async fn reported_stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
-        let commands = Commands::run(&scripts::STATS, &[stream], &[""; 0]);
+        let commands = Commands::run(&scripts::STATS, &[self.key(stream)], &[""; 0]);
         self.call_idempotent(stream, commands, read).await
     }
 

@@ -8,10 +8,11 @@ use super::RedisBackend;
 use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
+use super::keys::{Key, KeyName, Keyspace};
 use super::readers::{RedisGroupReader, RedisTailReader};
 use super::reply::{Cursor, RespReplies, parse_id};
 use super::sanitized_name;
-use super::{keys, scripts, trim};
+use super::{scripts, trim};
 use crate::entry::{DeliveredEntry, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, MapName, StreamName};
@@ -58,15 +59,18 @@ impl Streams for RedisBackend {
         if ids.is_empty() {
             return self.client.check_open().map(|()| Vec::new());
         }
-        let keys: Vec<String> = ids.iter().map(|id| keys::once(stream, id)).collect();
+        let keys: Vec<Key<'_>> = ids.iter().map(|id| self.keys().once(stream, id)).collect();
         let mut commands = Commands::new();
         commands.begin(1 + keys.len());
         commands.arg("MGET");
-        keys.iter().for_each(|key| commands.arg(key));
+        keys.iter().for_each(|key| commands.arg_key(key));
         let mut keys = keys.into_iter();
         let read = |reply: &mut Cursor<'_>| {
-            let (key, text) = (keys.next().unwrap_or_default(), reply.text_or_nil()?);
-            let id = text.map(|text| parse_id(text).ok_or(StreamError::WrongType { name: key }));
+            let (key, text) = (keys.next(), reply.text_or_nil()?);
+            let wrong_type = || StreamError::WrongType {
+                name: key.map_or(String::new(), |key| key.to_string()),
+            };
+            let id = text.map(|text| parse_id(text).ok_or_else(wrong_type));
             Ok(id.transpose())
         };
         let found = self.call_idempotent(stream, commands, |reply| reply.list(read)).await?;
@@ -79,7 +83,7 @@ impl Streams for RedisBackend {
         group: &GroupName,
         start: GroupStart,
     ) -> Result<bool> {
-        let commands = create_group(stream, group, start);
+        let commands = create_group(self.keys(), stream, group, start);
         self.call_idempotent(stream, commands, |reply| Ok(reply.number()? == 1)).await
     }
 
@@ -94,13 +98,13 @@ impl Streams for RedisBackend {
             || StreamError::NoGroup { stream: stream.to_string(), group: group.to_string() };
         match condition {
             GroupCondition::StreamOrMap { map, without } if self.slot(map) == self.slot(stream) => {
-                let (keys, condition) = ([stream.as_str(), map.as_str()], ["map", without]);
+                let (keys, condition) = ([self.key(stream), self.key(map)], ["map", without]);
                 self.create_group_if(stream, group, start, &keys, &condition)
                     .await?
                     .ok_or_else(missing)
             }
             _ => {
-                let keys = [stream.as_str()];
+                let keys = [self.key(stream)];
                 let created =
                     self.create_group_if(stream, group, start, &keys, &["stream"]).await?;
                 match (created, condition) {
@@ -116,7 +120,8 @@ impl Streams for RedisBackend {
     }
 
     async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool> {
-        let commands = Commands::one(&["XGROUP", "DESTROY", stream.as_str(), group.as_str()]);
+        let commands =
+            Commands::on_key(&["XGROUP", "DESTROY"], &self.key(stream), &[group.as_str()]);
         let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
         match replies.cursor().number() {
             Ok(removed) => Ok(removed > 0),
@@ -132,7 +137,7 @@ impl Streams for RedisBackend {
         start: GroupStart,
     ) -> Result<bool> {
         let args = [group.to_string(), start_id(start)];
-        let commands = Commands::run(&scripts::RESET_GROUP, &[stream], &args);
+        let commands = Commands::run(&scripts::RESET_GROUP, &[self.key(stream)], &args);
         self.call_once(stream, commands, |reply| Ok(reply.number()? > 0)).await
     }
 
@@ -173,7 +178,7 @@ impl Streams for RedisBackend {
     ) -> Result<Vec<EntryId>> {
         validate::ids(ids)?;
         let mut commands = Commands::new();
-        commands.script(&scripts::KEEP_ALIVE, &[stream], 2 + ids.len());
+        commands.script(&scripts::KEEP_ALIVE, &[self.key(stream)], 2 + ids.len());
         commands.arg(group.as_str());
         commands.arg(consumer.as_str());
         ids.iter().for_each(|id| commands.arg_id(*id));
@@ -217,15 +222,14 @@ impl Streams for RedisBackend {
         if query.after == Some(EntryId::MAX) {
             return Ok(Vec::new());
         }
-        let mut words =
-            vec!["XPENDING".to_owned(), query.stream.to_string(), query.group.to_string()];
+        let mut words = vec![query.group.to_string()];
         if !query.min_idle.is_zero() {
             words.extend(["IDLE".to_owned(), millis(query.min_idle).to_string()]);
         }
         words.push(query.after.map_or("-".to_owned(), |id| format!("({id}")));
         words.extend(["+".to_owned(), query.count.to_string()]);
         words.extend(query.consumer.map(ToString::to_string));
-        let commands = Commands::one(&words);
+        let commands = Commands::on_key(&["XPENDING"], &self.key(query.stream), &words);
         let replies = self.call(query.stream, commands, Idempotency::Idempotent).await?;
         let read = |reply: &mut Cursor<'_>| {
             reply.array_of(4)?;
@@ -244,14 +248,12 @@ impl Streams for RedisBackend {
         validate::count(range.count)?;
         let (from, to, count) =
             (range.from.to_string(), range.to.to_string(), range.count.to_string());
-        let commands = match range.direction {
-            Direction::Forward => {
-                Commands::one(&["XRANGE", stream.as_str(), &from, &to, "COUNT", &count])
-            }
-            Direction::Backward => {
-                Commands::one(&["XREVRANGE", stream.as_str(), &to, &from, "COUNT", &count])
-            }
+        let (name, first, last) = match range.direction {
+            Direction::Forward => ("XRANGE", &from, &to),
+            Direction::Backward => ("XREVRANGE", &to, &from),
         };
+        let words = [first.as_str(), last, "COUNT", &count];
+        let commands = Commands::on_key(&[name], &self.key(stream), &words);
         let replies = self.call_bulk(stream, commands, Idempotency::Idempotent).await?;
         let entries = replies.cursor().list(Cursor::entry);
         let entries = entries.map_err(|error| error.into_stream_error(stream))?;
@@ -268,7 +270,7 @@ impl Streams for RedisBackend {
     ) -> Result<TrimResult> {
         validate::retention(retention)?;
         let mut commands = Commands::new();
-        trim::add(&mut commands, stream, retention, guard, false);
+        trim::add(&mut commands, self.key(stream), retention, guard, false);
         self.call_once(stream, commands, trim::read).await
     }
 
@@ -280,18 +282,19 @@ impl Streams for RedisBackend {
         let mut commands = Commands::new();
         commands.begin(2 + ids.len());
         commands.arg("XDEL");
-        commands.arg(stream.as_str());
+        commands.arg_key(&self.key(stream));
         ids.iter().for_each(|id| commands.arg_id(*id));
         self.call_once(stream, commands, |reply| Ok(reply.count()? as usize)).await
     }
 
     async fn delete_stream(&self, stream: &StreamName) -> Result<bool> {
-        self.delete(stream.as_str(), "stream").await
+        self.delete(stream, "stream").await
     }
 
     async fn rename_stream(&self, from: &StreamName, to: &StreamName) -> Result<bool> {
         self.check_same_slot("the new name", from.as_str(), to.as_str())?;
-        let commands = Commands::run(&scripts::RENAME, &[from, to], &[""; 0]);
+        let keys = [self.key(from), self.key(to)];
+        let commands = Commands::run(&scripts::RENAME, &keys, &[""; 0]);
         let replies = self.call(from, commands, Idempotency::AtMostOnce).await?;
         let renamed = replies.cursor().number().map_err(|error| error.into_stream_error(from))?;
         Ok(renamed > 0)
@@ -336,7 +339,7 @@ impl RedisBackend {
     ) -> bool {
         let trims = self.trim_schedule.is_due(stream, entries, retention);
         if trims {
-            trim::add(commands, stream, retention, TrimGuard::Safe, true);
+            trim::add(commands, self.key(stream), retention, TrimGuard::Safe, true);
         }
         trims
     }
@@ -349,7 +352,7 @@ impl RedisBackend {
         which: &[&str],
     ) -> Result<Vec<ConsumerName>> {
         let args = [&[group.as_str()], which].concat();
-        let commands = Commands::run(&scripts::REMOVE_IDLE, &[stream], &args);
+        let commands = Commands::run(&scripts::REMOVE_IDLE, &[self.key(stream)], &args);
         let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
         let name = |reply: &mut Cursor<'_>| sanitized_name(reply.text()?, ConsumerName::new);
         let mut names =
@@ -364,7 +367,7 @@ impl RedisBackend {
         stream: &StreamName,
         group: &GroupName,
         start: GroupStart,
-        keys: &[&str],
+        keys: &[Key<'_>],
         condition: &[&str],
     ) -> Result<Option<bool>> {
         let start = start_id(start);
@@ -398,23 +401,29 @@ impl RedisBackend {
             return Ok(Some(is_new));
         }
         if is_new {
-            let commands = Commands::run(&scripts::DELETE_UNUSED, &[stream], &[group.as_str()]);
+            let (key, args) = (self.key(stream), [group.as_str()]);
+            let commands = Commands::run(&scripts::DELETE_UNUSED, &[key], &args);
             self.call_idempotent(stream, commands, |reply| reply.number().map(drop)).await?;
         }
         Ok(None)
     }
 
     /// Deletes a key of the given type. Returns whether it existed.
-    pub(super) async fn delete(&self, key: &str, kind: &str) -> Result<bool> {
-        let commands = Commands::run(&scripts::DELETE, &[key], &[kind]);
-        self.call_once(key, commands, |reply| Ok(reply.number()? > 0)).await
+    pub(super) async fn delete(&self, name: &(impl KeyName + Sync), kind: &str) -> Result<bool> {
+        let commands = Commands::run(&scripts::DELETE, &[self.key(name)], &[kind]);
+        self.call_once(name, commands, |reply| Ok(reply.number()? > 0)).await
     }
 }
 
 /// A command that creates a group, and its stream if it does not exist.
-pub(super) fn create_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> Commands {
+pub(super) fn create_group(
+    keys: &Keyspace,
+    stream: &StreamName,
+    group: &GroupName,
+    start: GroupStart,
+) -> Commands {
     let args = [group.as_str(), &start_id(start), "always"];
-    Commands::run(&scripts::CREATE_GROUP, &[stream], &args)
+    Commands::run(&scripts::CREATE_GROUP, &[keys.of(stream)], &args)
 }
 
 fn start_id(start: GroupStart) -> String {

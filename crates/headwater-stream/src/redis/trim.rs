@@ -8,6 +8,7 @@ use tokio::time::Instant;
 
 use super::command::Commands;
 use super::error::ReplyError;
+use super::keys::Key;
 use super::reply::Cursor;
 use super::scripts;
 use super::streams::millis;
@@ -88,7 +89,7 @@ pub(super) fn read(cursor: &mut Cursor<'_>) -> Result<TrimResult, ReplyError> {
 /// Adds the trim script; `approximate` is faster and leaves a few more entries.
 pub(super) fn add(
     commands: &mut Commands,
-    stream: &StreamName,
+    stream: Key<'_>,
     retention: &Retention,
     guard: TrimGuard,
     approximate: bool,

@@ -7,6 +7,8 @@ use crate::error::{Result, StreamError};
 
 const PORT: u16 = 6379;
 const SENTINEL_PORT: u16 = 26_379;
+/// Maximum length of a key prefix.
+const KEY_PREFIX_BYTES_MAX: usize = 64;
 
 /// Host and port of a server; for a unix socket, its path and port 0.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -26,13 +28,15 @@ pub(super) enum Topology {
     Cluster { seeds: Vec<Address> },
 }
 
-/// Credentials, database and TLS settings.
+/// Credentials, database, key prefix and TLS settings.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub(super) struct ConnectionParams {
     pub(super) login: Login,
     /// Credentials for the Sentinels. Empty: none, or those of the servers if a Sentinel requires some.
     pub(super) sentinel_login: Login,
     pub(super) database: u32,
+    /// What all keys and channels begin with; may be empty.
+    pub(super) key_prefix: String,
     /// Name of the connections in `CLIENT LIST`.
     pub(super) client_name: Option<String>,
     pub(super) tls: bool,
@@ -177,6 +181,13 @@ impl fmt::Display for Url {
                 write!(f, "redis-sentinel://{}/{service}/{database}", list(sentinels))
             }
             Topology::Cluster { seeds } => write!(f, "redis-cluster://{}", list(seeds)),
+        }?;
+        match (self.params.key_prefix.as_str(), &self.topology) {
+            ("", _) => Ok(()),
+            (prefix, Topology::Single(address)) if address.is_unix() => {
+                write!(f, "&prefix={prefix}")
+            }
+            (prefix, _) => write!(f, "?prefix={prefix}"),
         }
     }
 }
@@ -199,6 +210,7 @@ fn parse_query(query: &str, scheme: &str, params: &mut ConnectionParams) -> Resu
             ("key", file) if !file.is_empty() => key = Some(unescape(file)?.into()),
             ("sni", name) if !name.is_empty() => params.server_name = Some(unescape(name)?),
             ("client_name", name) => params.client_name = Some(client_name(name)?),
+            ("prefix", prefix) => params.key_prefix = key_prefix(prefix)?,
             ("sentinel_user", user) if scheme == "redis-sentinel" => {
                 params.sentinel_login.user = given(user)?;
             }
@@ -217,7 +229,7 @@ fn parse_query(query: &str, scheme: &str, params: &mut ConnectionParams) -> Resu
                 let name: String = name.chars().take(32).collect();
                 return Err(invalid(format!(
                     "unknown setting `{name}`, or without a value; known settings are `ca`, `cert`, `key`, `sni`, `tls`, \
-                     `client_name`, with unix:// `db`, with redis-sentinel:// `sentinel_user` and `sentinel_password`"
+                     `client_name`, `prefix`, with unix:// `db`, with redis-sentinel:// `sentinel_user` and `sentinel_password`"
                 )));
             }
         }
@@ -255,6 +267,21 @@ fn client_name(text: &str) -> Result<String> {
         return Err(invalid("`client_name` must be 1 to 64 visible ASCII characters"));
     }
     Ok(name)
+}
+
+/// A prefix with braces would change the slots of keys.
+fn key_prefix(text: &str) -> Result<String> {
+    let prefix = unescape(text)?;
+    let problem = if prefix.is_empty() {
+        "`prefix` is empty; leave it out for keys without a prefix".to_owned()
+    } else if prefix.len() > KEY_PREFIX_BYTES_MAX {
+        format!("`prefix` has {} bytes; the limit is {KEY_PREFIX_BYTES_MAX}", prefix.len())
+    } else if let Some(bad) = prefix.chars().find(|c| c.is_control() || "{}".contains(*c)) {
+        format!("`prefix` contains {bad:?}; braces and control characters are not allowed")
+    } else {
+        return Ok(prefix);
+    };
+    Err(invalid(problem))
 }
 
 fn addresses(hosts: &str, port: u16) -> Result<Vec<Address>> {
@@ -348,6 +375,27 @@ mod tests {
     }
 
     #[test]
+    fn every_kind_of_url_has_an_optional_key_prefix() {
+        for (url, prefix, shown) in [
+            ("redis://a/1?prefix=app1:", "app1:", "redis://a:6379/1?prefix=app1:"),
+            ("unix:///s?prefix=a%2Fb&db=1", "a/b", "unix:///s?db=1&prefix=a/b"),
+            (
+                "redis-sentinel://a/main?prefix=键",
+                "键",
+                "redis-sentinel://a:26379/main/0?prefix=键",
+            ),
+            ("redis-cluster://a?prefix=a b", "a b", "redis-cluster://a:6379?prefix=a b"),
+            ("redis://a", "", "redis://a:6379/0"),
+        ] {
+            let parsed = Url::parse(url).unwrap();
+            assert_eq!((&*parsed.params.key_prefix, &*parsed.to_string()), (prefix, shown));
+        }
+        let longest = "a".repeat(KEY_PREFIX_BYTES_MAX);
+        let parsed = Url::parse(&format!("redis://a?prefix={longest}")).unwrap();
+        assert_eq!(parsed.params.key_prefix, longest);
+    }
+
+    #[test]
     fn an_invalid_url_is_rejected_without_showing_the_password() {
         for bad in [
             "redis:secret",
@@ -369,6 +417,11 @@ mod tests {
             "redis://:secret@a?sni=b",
             "redis://:secret@a?db=1",
             "redis://:secret@a?client_name=a%20b",
+            "redis://:secret@a?prefix=",
+            "redis://:secret@a?prefix=a%7Bb",
+            "redis://:secret@a?prefix=a}",
+            "redis://:secret@a?prefix=a%0Ab",
+            &format!("redis://:secret@a?prefix={}", "a".repeat(KEY_PREFIX_BYTES_MAX + 1)),
             "redis-sentinel://:secret@a/main?sentinel_user=b",
             "unix://:secret@host/path",
             "unix://:secret@",

@@ -127,8 +127,10 @@ impl RedisBuilder {
     }
 
     pub(crate) fn start_in(&self, server_dir: &Arc<TempServerDir>) -> Result<Redis> {
+        let is_cluster_node = self.settings.iter().any(|(name, _)| name == "cluster-enabled");
         with_free_ports(|| {
-            let redis = self.launch(server_dir, Port::for_server()?)?;
+            let port = if is_cluster_node { Port::for_cluster_node() } else { Port::for_server() };
+            let redis = self.launch(server_dir, port?)?;
             redis.wait_until_ready()?;
             Ok(redis)
         })

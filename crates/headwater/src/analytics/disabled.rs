@@ -1,6 +1,7 @@
 //! Stub of the DuckDB file for builds without the feature `analytics`: every call fails with `NotBuiltIn`.
 
 use std::path::Path;
+use std::time::Duration;
 
 use headwater_analytics::Table;
 use headwater_queue::Queue;
@@ -42,6 +43,7 @@ impl DisabledFile {
     pub(super) async fn query(
         &self,
         _: &str,
+        _: Duration,
         _: OwnedSemaphorePermit,
     ) -> Result<Table, AnalyticsRequestError> {
         Err(AnalyticsRequestError::NotBuiltIn)

@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use headwater_analytics::{
     AnalyticsError, AnalyticsReader, AnalyticsStore, DeadLetterMirror, DeadLetterMirrorConfig,
@@ -87,6 +88,7 @@ impl DuckDbFile {
     pub(super) async fn query(
         &self,
         sql: &str,
+        limit: Duration,
         permit: OwnedSemaphorePermit,
     ) -> Result<Table, AnalyticsRequestError> {
         let reader = match self.file() {
@@ -94,7 +96,7 @@ impl DuckDbFile {
             OpenFile::ReadOnly(reader) => reader,
             OpenFile::ReadWrite(store) => store.reader().clone(),
         };
-        Ok(reader.query_with_permit(sql, permit).await?)
+        Ok(reader.query_within(sql, limit, permit).await?)
     }
 
     /// Replaces all rows. Returns the number of rows removed and stored.

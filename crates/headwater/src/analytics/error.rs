@@ -32,6 +32,12 @@ pub(crate) enum AnalyticsRequestError {
     /// A rebuild is running.
     #[error("a rebuild is already running; `GET /api/v1/analytics` shows its progress")]
     RebuildRunning,
+    /// The query exceeded its time limit.
+    #[error(
+        "the query was cancelled after {} s (`analytics.query_timeout`); select fewer rows, or raise this setting, and \
+         `http.request_timeout` above it", .0.as_secs()
+    )]
+    TooSlow(Duration),
     /// The analytics store failed.
     #[error(transparent)]
     Analytics(#[from] AnalyticsError),
@@ -58,7 +64,7 @@ impl From<AnalyticsRequestError> for ApiError {
             AnalyticsRequestError::Analytics(
                 AnalyticsError::Invalid { .. } | AnalyticsError::Query(_),
             ) => Self::invalid(message),
-            AnalyticsRequestError::Analytics(AnalyticsError::TooSlow { .. }) => {
+            AnalyticsRequestError::TooSlow(_) => {
                 Self::new(StatusCode::GATEWAY_TIMEOUT, "too_slow", message)
             }
             AnalyticsRequestError::Analytics(other) => {

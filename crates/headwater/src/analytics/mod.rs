@@ -13,7 +13,7 @@ mod duckdb;
 mod error;
 mod rebuild;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -26,6 +26,7 @@ use tokio::task::JoinHandle;
 use tracing::{info, warn};
 use utoipa::ToSchema;
 
+use crate::config::AnalyticsSettings;
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 use crate::tickets;
@@ -82,7 +83,7 @@ pub(crate) struct Analytics(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     file: AnalyticsFile,
-    path: Option<PathBuf>,
+    settings: AnalyticsSettings,
     store: Option<Arc<dyn Store>>,
     shutdown: ShutdownSignal,
     state: Mutex<AnalyticsState>,
@@ -92,54 +93,54 @@ struct Inner {
 }
 
 impl Analytics {
-    /// Analytics of a server, with its file at `path`; `None` disables it.
+    /// Analytics of a server; without a path it is disabled.
     pub(crate) fn for_server(
-        path: Option<&Path>,
+        settings: &AnalyticsSettings,
         store: Arc<dyn Store>,
         shutdown: ShutdownSignal,
     ) -> Self {
-        let state = match (AnalyticsFile::IS_BUILT_IN, path) {
+        let state = match (AnalyticsFile::IS_BUILT_IN, &settings.path) {
             (false, _) => AnalyticsState::NotBuiltIn,
             (true, None) => AnalyticsState::Off,
             (true, Some(_)) => AnalyticsState::Starting,
         };
-        Self::new(AnalyticsFile::default(), path, Some(store), state, shutdown)
+        Self::new(AnalyticsFile::default(), settings, Some(store), state, shutdown)
     }
 
     /// Checks that analytics is built in and enabled.
-    pub(crate) fn check(path: Option<&Path>) -> Result<(), AnalyticsRequestError> {
-        enabled_path(path).map(drop)
+    pub(crate) fn check(settings: &AnalyticsSettings) -> Result<(), AnalyticsRequestError> {
+        enabled_path(settings).map(drop)
     }
 
     /// Opens a file read-only, for queries. No process may be writing it.
     pub(crate) async fn open_for_queries(
-        path: Option<&Path>,
+        settings: &AnalyticsSettings,
     ) -> Result<Self, AnalyticsRequestError> {
-        let file = AnalyticsFile::open_read_only(enabled_path(path)?).await?;
-        Ok(Self::new(file, path, None, AnalyticsState::Off, ShutdownSignal::default()))
+        let file = AnalyticsFile::open_read_only(enabled_path(settings)?).await?;
+        Ok(Self::new(file, settings, None, AnalyticsState::Off, ShutdownSignal::default()))
     }
 
     /// Opens a file for a rebuild. No other process may have it open.
     pub(crate) async fn open_for_rebuild(
-        path: Option<&Path>,
+        settings: &AnalyticsSettings,
         store: Arc<dyn Store>,
     ) -> Result<Self, AnalyticsRequestError> {
-        let path = enabled_path(path)?;
+        let path = enabled_path(settings)?;
         create_parent(path)?;
         let file = AnalyticsFile::open_read_write(path).await?;
-        Ok(Self::new(file, Some(path), Some(store), AnalyticsState::Off, ShutdownSignal::default()))
+        Ok(Self::new(file, settings, Some(store), AnalyticsState::Off, ShutdownSignal::default()))
     }
 
     fn new(
         file: AnalyticsFile,
-        path: Option<&Path>,
+        settings: &AnalyticsSettings,
         store: Option<Arc<dyn Store>>,
         state: AnalyticsState,
         shutdown: ShutdownSignal,
     ) -> Self {
         Self(Arc::new(Inner {
             file,
-            path: path.map(Path::to_owned),
+            settings: settings.clone(),
             store,
             shutdown,
             state: Mutex::new(state),
@@ -162,7 +163,7 @@ impl Analytics {
     /// Opens the file and ingests events until shutdown. Retries failures.
     pub(crate) async fn run(&self, queue: Queue) {
         let (inner, shutdown) = (&self.0, &self.0.shutdown);
-        let Some(path) = &inner.path else { return shutdown.wait().await };
+        let Some(path) = &inner.settings.path else { return shutdown.wait().await };
         let ingesting = loop {
             let starting = async {
                 create_parent(path)?;
@@ -207,8 +208,11 @@ impl Analytics {
         // Released when the query thread has ended, which may be after the caller was cancelled.
         let permit = Arc::clone(&self.0.queries).try_acquire_owned();
         let permit = permit.map_err(|_| AnalyticsRequestError::Busy(QUERIES_MAX))?;
-        match self.0.file.query(sql, permit).await {
+        match self.0.file.query(sql, self.0.settings.query_timeout, permit).await {
             Err(AnalyticsRequestError::NotOpen(_)) => Err(self.not_open()),
+            Err(AnalyticsRequestError::Analytics(AnalyticsError::TooSlow { limit })) => {
+                Err(AnalyticsRequestError::TooSlow(limit))
+            }
             result => result,
         }
     }
@@ -278,11 +282,11 @@ impl Analytics {
 }
 
 /// The path, if analytics is built in and enabled.
-fn enabled_path(path: Option<&Path>) -> Result<&Path, AnalyticsRequestError> {
+fn enabled_path(settings: &AnalyticsSettings) -> Result<&Path, AnalyticsRequestError> {
     if !AnalyticsFile::IS_BUILT_IN {
         return Err(AnalyticsRequestError::NotBuiltIn);
     }
-    path.ok_or(AnalyticsRequestError::Off)
+    settings.path.as_deref().ok_or(AnalyticsRequestError::Off)
 }
 
 fn create_parent(path: &Path) -> Result<(), AnalyticsRequestError> {

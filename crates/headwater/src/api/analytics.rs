@@ -7,7 +7,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use headwater_analytics::{REPORTS, Table, report, svg};
+use headwater_analytics::{Chart, REPORTS, Table, report, svg};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
@@ -18,8 +18,8 @@ use crate::analytics::{self, Analytics, RebuildProgress};
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
-use crate::http::body::JsonResult;
 use crate::http::extract::{PathParams, QueryParams};
+use crate::text;
 
 /// The routes with their descriptions.
 pub(crate) fn routes() -> OpenApiRouter<Analytics> {
@@ -62,10 +62,19 @@ impl From<Table> for TableResponse {
     }
 }
 
-/// Format of a report.
+/// A query result, and whether it can be drawn.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct SqlResponse {
+    #[serde(flatten)]
+    table: TableResponse,
+    /// Whether `format=svg` draws it: one column has texts or times, and one to six have numbers.
+    has_chart: bool,
+}
+
+/// Format of a report or query result.
 #[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum ReportFormat {
+pub(crate) enum TableFormat {
     /// Columns and rows.
     #[default]
     Json,
@@ -82,7 +91,7 @@ struct ReportQuery {
     /// Output format, `json` by default.
     #[serde(default)]
     #[param(inline)]
-    format: ReportFormat,
+    format: TableFormat,
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -91,6 +100,10 @@ struct ReportQuery {
 struct SqlQuery {
     /// One `SELECT` in the DuckDB dialect.
     query: String,
+    /// Output format, `json` by default. `svg` needs a result with one column of texts or times and one to six columns of numbers.
+    #[serde(default)]
+    #[param(inline)]
+    format: TableFormat,
 }
 
 /// State of analytics.
@@ -121,25 +134,92 @@ async fn show_report(
 ) -> Result<Response, ApiError> {
     let report = report(&name).map_err(|error| ApiError::not_found(error.to_string()))?;
     let table = analytics.report(report).await?;
-    let with =
-        |kind: &'static str, text: String| ([(header::CONTENT_TYPE, kind)], text).into_response();
     Ok(match query.format {
-        ReportFormat::Json => Json(TableResponse::from(table)).into_response(),
-        ReportFormat::Csv => with("text/csv; charset=utf-8", table.to_csv()),
-        ReportFormat::Svg => with("image/svg+xml", svg(report.title, &report.chart, &table)),
+        TableFormat::Json => Json(TableResponse::from(table)).into_response(),
+        TableFormat::Csv => csv(&table),
+        TableFormat::Svg => image(svg(report.title, &report.chart, &table)),
     })
+}
+
+fn csv(table: &Table) -> Response {
+    ([(header::CONTENT_TYPE, "text/csv; charset=utf-8")], table.to_csv()).into_response()
+}
+
+fn image(svg: String) -> Response {
+    ([(header::CONTENT_TYPE, "image/svg+xml")], svg).into_response()
 }
 
 /// Run an SQL query.
 #[utoipa::path(get, path = "/sql", tag = "analytics", params(SqlQuery),
-    responses((status = 200, body = TableResponse), (status = 400, description = "Not a single SELECT, or the query failed"),
+    responses((status = 200, body = SqlResponse), (status = 400, description = "Not a single SELECT, the query failed, or its result has no chart"),
         (status = 501, description = "Analytics is disabled or not built in"), (status = 503, description = "The DuckDB file is not open yet"),
         (status = 504, description = "The query timed out")))]
 async fn query_sql(
     State(analytics): State<Analytics>,
     QueryParams(query): QueryParams<SqlQuery>,
-) -> JsonResult<TableResponse> {
-    Ok(Json(analytics.query(&query.query).await?.into()))
+) -> Result<Response, ApiError> {
+    let table = analytics.query(&query.query).await?;
+    Ok(match query.format {
+        TableFormat::Json => {
+            let has_chart = ChartColumns::of(&table).is_some();
+            Json(SqlResponse { table: table.into(), has_chart }).into_response()
+        }
+        TableFormat::Csv => csv(&table),
+        TableFormat::Svg => {
+            let columns = ChartColumns::of(&table).ok_or_else(|| {
+                ApiError::invalid(
+                    "the result has no chart: it needs one column of texts or times, and one to six columns of numbers",
+                )
+            })?;
+            image(columns.draw(&table))
+        }
+    })
+}
+
+/// Columns of numbers that a chart of a query shows at most.
+const BARS_MAX: usize = 6;
+
+/// Maximum bytes of the title of a chart of a query.
+const TITLE_BYTES_MAX: usize = 120;
+
+/// The columns of a query result that a chart shows.
+#[derive(Debug, PartialEq, Eq)]
+struct ChartColumns {
+    /// Texts or times.
+    label: usize,
+    /// Numbers.
+    bars: Vec<usize>,
+}
+
+impl ChartColumns {
+    /// `None` if the result is not one column of texts or times and one to six of numbers.
+    fn of(table: &Table) -> Option<Self> {
+        let (mut labels, mut bars) = (Vec::new(), Vec::new());
+        for column in 0..table.columns.len() {
+            let mut values = table.rows.iter().map(|row| &row[column]);
+            let mut known = values.clone().filter(|value| !value.is_null());
+            match known.next()? {
+                Value::String(_) if values.all(|value| value.is_string() || value.is_null()) => {
+                    labels.push(column);
+                }
+                Value::Number(_) if values.all(|value| value.is_number() || value.is_null()) => {
+                    bars.push(column);
+                }
+                _ => return None,
+            }
+        }
+        let is_drawable = labels.len() == 1 && (1..=BARS_MAX).contains(&bars.len());
+        is_drawable.then(|| Self { label: labels[0], bars })
+    }
+
+    /// Bars as in reports.
+    fn draw(&self, table: &Table) -> String {
+        let bars: Vec<&str> =
+            self.bars.iter().map(|column| table.columns[*column].as_str()).collect();
+        let label = table.columns[self.label].as_str();
+        let title = text::one_line(&format!("{} by {label}", bars.join(", ")), TITLE_BYTES_MAX);
+        svg(&title, &Chart { label, bars: &bars }, table)
+    }
 }
 
 /// Show the state of analytics and its latest rebuild. Reasons are included only for the role `admin`.
@@ -168,4 +248,56 @@ async fn rebuild(
     principal.require_role(Role::Admin)?;
     let begun = analytics.rebuild()?;
     Ok((StatusCode::ACCEPTED, Json(begun)).into_response())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn table(columns: &[&str], rows: &[Value]) -> Table {
+        let row = |row: &Value| row.as_array().cloned().unwrap_or_default();
+        Table {
+            columns: columns.iter().map(|name| (*name).to_owned()).collect(),
+            rows: rows.iter().map(row).collect(),
+            truncated: false,
+        }
+    }
+
+    #[test]
+    fn a_result_with_one_label_and_up_to_six_numbers_has_a_chart() {
+        let drawn =
+            table(&["n", "day"], &[json!([5, "mon"]), json!([null, null]), json!([2, "tue"])]);
+        assert_eq!(ChartColumns::of(&drawn), Some(ChartColumns { label: 1, bars: vec![0] }));
+        let wide = [json!(["a", 1, 2, 3, 4, 5, 6.5])];
+        let names = ["who", "a", "b", "c", "d", "e", "f"];
+        assert!(ChartColumns::of(&table(&names, &wide)).is_some());
+        for (columns, rows) in [
+            (&["n"][..], vec![json!([1])]),
+            (&["a", "b"], vec![json!(["x", "y"])]),
+            (&["a", "b", "n"], vec![json!(["x", "y", 1])]),
+            (&["a", "n"], vec![]),
+            (&["a", "n"], vec![json!(["x", null])]),
+            (&["a", "n"], vec![json!(["x", 1]), json!(["y", "Infinity"])]),
+            (&["a", "n", "is"], vec![json!(["x", 1, true])]),
+            (
+                &["a", "n1", "n2", "n3", "n4", "n5", "n6", "n7"],
+                vec![json!(["x", 1, 2, 3, 4, 5, 6, 7])],
+            ),
+        ] {
+            assert_eq!(ChartColumns::of(&table(columns, &rows)), None, "{columns:?} {rows:?}");
+        }
+    }
+
+    #[test]
+    fn a_chart_names_the_columns_of_the_query() {
+        let drawn = table(&["in", "who", "<out>"], &[json!([5, "ann", 2.5])]);
+        let svg = ChartColumns::of(&drawn).map(|columns| columns.draw(&drawn)).unwrap_or_default();
+        assert!(svg.contains("<title>in, &lt;out&gt; by who</title>"), "{svg}");
+        // The scale ends at 5: the second bar is half as high.
+        for part in ["height=\"248.0\"", "height=\"124.0\"", ">ann<"] {
+            assert!(svg.contains(part), "{part}: {svg}");
+        }
+    }
 }

@@ -33,6 +33,7 @@ use crate::api::ndjson::{error_line, lines};
 use crate::api::run_to_completion;
 use crate::config::Role;
 use crate::http::ApiError;
+use crate::http::audit::DryRun;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
@@ -287,7 +288,8 @@ async fn replay(
             dead.replay_with_progress(letters, &config, &report_progress).await?,
         ))
     };
-    respond(replaying, done, with_progress, &operations).await
+    let response = respond(replaying, done, with_progress, &operations).await?;
+    Ok((DryRun::mark(request.dry_run), response).into_response())
 }
 
 impl From<ReplayReport> for ReplayResponse {
@@ -374,7 +376,8 @@ async fn purge(
             dead.purge_with_progress(letters, &config, &report_progress).await?;
         Ok(PurgeResponse { purged, is_done })
     };
-    respond(purging, done, with_progress, &operations).await
+    let response = respond(purging, done, with_progress, &operations).await?;
+    Ok((DryRun::mark(request.dry_run), response).into_response())
 }
 
 /// Returns the result of `work`, or with progress a stream of JSON lines that ends with it.

@@ -14,6 +14,9 @@ use utoipa::ToSchema;
 
 use crate::http::ApiError;
 
+/// Why a topic or a partition could not be read. Details are in the log, because they may name servers.
+pub(crate) const UNREAD: &str = "a server of the stream backend does not answer";
+
 /// A stored message.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MessageDto {

@@ -65,7 +65,7 @@ pub(crate) struct EffectDto {
     attempts: i64,
     /// What the model was told, as JSON.
     result: Option<String>,
-    /// Why there is no outcome.
+    /// Why there is no outcome yet, why it is unknown, or why an approved call was not made in time.
     problem: Option<String>,
     /// Event log of the oldest message without an answer. A request makes the same call once.
     request: i64,

@@ -2,20 +2,22 @@
 //!
 //! Upstream: the console. Downstream: the queue and the store. Guarantees: bounded reads, newest first, each source with
 //! a timeout of its own; the answer says how much of each was read and which could not be. A cause is the message without
-//! what differs from case to case: numbers, ids, quoted text and times.
+//! what differs from case to case: numbers, ids, quoted text and times. The causes of the dead letters of a topic are kept until one
+//! of its dead letters is added or removed, so that a page costs one small read per topic and is never older than that read.
 
-use std::collections::{BTreeMap, HashSet};
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::extract::State;
 use axum::{Extension, Json};
 use headwater_issue::{DeadOutboxRow, Issue, IssueFilter};
-use headwater_queue::{DeadLetterQuery, Queue, QueueError};
+use headwater_queue::limits::PAGE_MAX;
+use headwater_queue::{DeadLetterQuery, DeadLettersRevision, Page, Queue, QueueError, read_each};
 use headwater_stream::Direction;
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -35,16 +37,22 @@ use crate::text;
 /// Time for each source.
 const SOURCE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum topics read, dead letters of a page (each may hold a megabyte), and pages of a topic.
+/// Maximum topics read, and how many at a time. Of each the newest page of dead letters is read: 1000 of them, or 16 MiB.
 const TOPICS_MAX: usize = 50;
-const LETTERS_PAGE: usize = 100;
-const PAGES_MAX: usize = 10;
+const TOPICS_AT_ONCE: usize = 4;
+
+/// Time for the topics together, shorter than that of the source.
+const TOPICS_TIME: Duration = Duration::from_millis(1500);
+
+/// Maximum bytes of the causes of dead letters that are kept; those of further topics are read each time.
+const KEPT_BYTES_MAX: usize = 32 * 1024 * 1024;
 
 /// Maximum quarantined issues and dead replies read.
 const ROWS_MAX: usize = 500;
 
-/// Maximum causes of an answer, and samples of a cause.
+/// Maximum causes of an answer, samples of one of them, and samples of a cause that is shown alone.
 const CLUSTERS_MAX: usize = 200;
+const LISTED_SAMPLES_MAX: usize = 3;
 const SAMPLES_MAX: usize = 20;
 
 /// Parts of the curve of a cause.
@@ -74,7 +82,9 @@ pub(crate) struct FailureSource {
     read: u64,
     /// Whether these are all.
     complete: bool,
-    /// Why it could not be read.
+    /// Topics whose server did not answer in time: of their dead letters those are counted that were read before.
+    unread: Vec<String>,
+    /// Why nothing of it could be read.
     problem: Option<String>,
 }
 
@@ -90,6 +100,8 @@ pub(crate) struct FailureCluster {
     /// The message without what differs from case to case.
     cause: String,
     count: u64,
+    /// False if there may be more: of each topic the newest dead letters are read, of issues and replies so many.
+    complete: bool,
     /// Number of different keys, issues or receivers.
     keys: u64,
     first: Option<String>,
@@ -127,13 +139,10 @@ async fn list(
     principal: Principal,
     Extension(operations): Extension<Operations>,
 ) -> JsonResult<FailuresResponse> {
-    let (failures, sources) = read_all(&app, &principal, operations.queue()).await;
-    let mut clusters = clusters(failures);
+    let (mut clusters, sources) = read_all(&app, &principal, &operations).await;
+    most_frequent_first(&mut clusters);
     clusters.truncate(CLUSTERS_MAX);
-    for cluster in &mut clusters {
-        cluster.samples.truncate(3);
-        cluster.ids = None;
-    }
+    let clusters = clusters.iter().map(|cluster| cluster.cut(LISTED_SAMPLES_MAX, false)).collect();
     Ok(Json(FailuresResponse { clusters, sources }))
 }
 
@@ -157,40 +166,39 @@ async fn show(
     PathParams(id): PathParams<String>,
     QueryParams(query): QueryParams<FailureQuery>,
 ) -> JsonResult<FailureCluster> {
-    let mut cluster = find(&app, &principal, operations.queue(), &id).await?;
-    if !query.ids {
-        cluster.ids = None;
-    }
-    Ok(Json(cluster))
+    let cluster = find(&app, &principal, &operations, &id).await?;
+    Ok(Json(cluster.cut(SAMPLES_MAX, query.ids)))
 }
 
 /// Topic and cause of the dead letters with this cause.
 pub(super) async fn dead_letter_cause(
     app: &App,
     principal: &Principal,
-    queue: &Queue,
+    operations: &Operations,
     id: &str,
 ) -> Result<(String, String), ApiError> {
-    let FailureCluster { kind, place, cause, .. } = find(app, principal, queue, id).await?;
-    if kind != "dead_letter" {
+    let cluster = find(app, principal, operations, id).await?;
+    if cluster.kind != "dead_letter" {
         let message = "this cause has no dead letters; `headwater issue release` and `headwater outbox retry` are for \
                        quarantined issues and dead replies";
         return Err(ApiError::invalid(message));
     }
-    Ok((place, cause))
+    Ok((cluster.place.clone(), cluster.cause.clone()))
 }
 
 async fn find(
     app: &App,
     principal: &Principal,
-    queue: &Queue,
+    operations: &Operations,
     id: &str,
-) -> Result<FailureCluster, ApiError> {
-    let (failures, sources) = read_all(app, principal, queue).await;
-    let found = clusters(failures).into_iter().find(|cluster| cluster.id == id);
+) -> Result<Arc<FailureCluster>, ApiError> {
+    let (clusters, sources) = read_all(app, principal, operations).await;
+    let found = clusters.into_iter().find(|cluster| cluster.id == id);
     found.ok_or_else(|| {
         // It may be in the source that could not be read.
-        if let Some(source) = sources.iter().find(|source| source.problem.is_some()) {
+        let is_unread =
+            |source: &&FailureSource| source.problem.is_some() || !source.unread.is_empty();
+        if let Some(source) = sources.iter().find(is_unread) {
             let message = format!("{} cannot be read; try again later", source.name.to_lowercase());
             return ApiError::unavailable(message);
         }
@@ -201,25 +209,29 @@ async fn find(
 async fn read_all(
     app: &App,
     principal: &Principal,
-    queue: &Queue,
-) -> (Vec<Failure>, Vec<FailureSource>) {
+    operations: &Operations,
+) -> (Vec<Arc<FailureCluster>>, Vec<FailureSource>) {
     let (for_issues, for_replies) = (Arc::clone(app), Arc::clone(app));
     let (of_issues, of_replies) = (principal.clone(), principal.clone());
     let sees_topics = principal.integrations.is_none();
     // On tasks of their own: a query is not dropped half-way.
     let issues = tokio::spawn(async move { quarantined_issues(&for_issues, &of_issues).await });
     let replies = tokio::spawn(async move { dead_replies(&for_replies, &of_replies).await });
+    let letters = async {
+        match sees_topics {
+            true => operations.letter_clusters.read(operations.queue()).await,
+            false => Ok(ClusteredSource::new(Vec::new(), true)),
+        }
+    };
     let (letters, issues, replies) = tokio::join!(
-        timeout(SOURCE_TIMEOUT, async {
-            if sees_topics { dead_letters(queue).await } else { Ok((Vec::new(), true)) }
-        }),
+        timeout(SOURCE_TIMEOUT, letters),
         timeout(SOURCE_TIMEOUT, issues),
         timeout(SOURCE_TIMEOUT, replies)
     );
     let failed = || ApiError::internal().message().to_owned();
     let letters =
         letters.map(|read| read.map_err(|error| ApiError::from(error).message().to_owned()));
-    let of_task = |read: Result<Result<SourceRead, ApiError>, _>| match read {
+    let of_task = |read: Result<Result<ClusteredSource, ApiError>, _>| match read {
         Ok(read) => read.map_err(|error| error.message().to_owned()),
         Err(_) => Err(failed()),
     };
@@ -228,68 +240,161 @@ async fn read_all(
         ("Quarantined issues", issues.map(of_task)),
         ("Dead replies", replies.map(of_task)),
     ];
-    let (mut failures, mut sources) = (Vec::new(), Vec::new());
+    let (mut clusters, mut sources) = (Vec::new(), Vec::new());
     for (name, read) in read {
         let late = |_| Err(format!("no answer within {} s", SOURCE_TIMEOUT.as_secs()));
         sources.push(match read.unwrap_or_else(late) {
-            Ok((found, complete)) => {
-                let read = found.len() as u64;
-                failures.extend(found);
-                FailureSource { name, read, complete, problem: None }
+            Ok(source) => {
+                clusters.extend(source.clusters);
+                let ClusteredSource { read, complete, unread, .. } = source;
+                FailureSource { name, read, complete, unread, problem: None }
             }
             Err(problem) => {
-                FailureSource { name, read: 0, complete: false, problem: Some(problem) }
+                let unread = Vec::new();
+                FailureSource { name, read: 0, complete: false, unread, problem: Some(problem) }
             }
         });
     }
-    (failures, sources)
+    (clusters, sources)
 }
 
-/// Failures, and whether these are all.
-type SourceRead = (Vec<Failure>, bool);
+/// What was read of a source, by cause.
+#[derive(Clone)]
+struct ClusteredSource {
+    clusters: Vec<Arc<FailureCluster>>,
+    /// How many failures these are.
+    read: u64,
+    /// Whether these are all.
+    complete: bool,
+    /// Topics whose server did not answer in time: of these, what was read before.
+    unread: Vec<String>,
+}
 
-async fn dead_letters(queue: &Queue) -> Result<SourceRead, QueueError> {
-    let mut names = queue.topics().list().await?;
-    names.sort();
-    let mut complete = names.len() <= TOPICS_MAX;
-    let mut failures = Vec::new();
-    for topic in names.into_iter().take(TOPICS_MAX) {
-        let mut cursor = None;
-        for _ in 0..PAGES_MAX {
-            let query = DeadLetterQuery {
-                direction: Direction::Backward,
-                limit: LETTERS_PAGE,
-                cursor: cursor.take(),
-                ..DeadLetterQuery::default()
-            };
-            let page = async { queue.dead_letters(&topic).await?.browse(&query).await }.await;
-            let page = match page {
-                Ok(page) => page,
+impl ClusteredSource {
+    fn new(failures: Vec<Failure>, complete: bool) -> Self {
+        let read = failures.len() as u64;
+        let clusters = clusters(failures, complete).into_iter().map(Arc::new).collect();
+        Self { clusters, read, complete, unread: Vec::new() }
+    }
+}
+
+/// The causes of the dead letters of each topic, as long as the dead letters are the same.
+#[derive(Default)]
+pub(super) struct LetterClusters {
+    topics: Mutex<HashMap<String, (DeadLettersRevision, ClusteredSource)>>,
+}
+
+impl LetterClusters {
+    async fn read(&self, queue: &Queue) -> Result<ClusteredSource, QueueError> {
+        let mut names = queue.topics().list().await?;
+        let has_all_topics = names.len() <= TOPICS_MAX;
+        names.truncate(TOPICS_MAX);
+        self.locked().retain(|topic, _| names.contains(topic));
+        let until = Instant::now() + TOPICS_TIME;
+        let reads = names.into_iter().map(|topic: String| async move {
+            let read = timeout_at(until, self.of_topic(queue, &topic)).await;
+            (topic, read)
+        });
+        let (mut topics, mut unread) = (Vec::new(), Vec::new());
+        for (topic, read) in read_each(TOPICS_AT_ONCE, reads.collect()).await {
+            match read {
+                Ok(Ok(read)) => topics.push(read),
                 // Deleted in the meantime.
-                Err(QueueError::NoTopic { .. }) => break,
-                Err(error) => return Err(error),
-            };
-            failures.extend(page.items.into_iter().map(|letter| Failure {
-                kind: "dead_letter",
-                place: topic.clone(),
-                sample: FailureSample {
-                    id: letter.id.to_string(),
-                    key: letter.key,
-                    at: letter.failed_at.map(|at| at.to_rfc3339()),
-                    message: letter.reason,
-                },
-            }));
-            cursor = page.next;
-            if cursor.is_none() {
-                break;
+                Ok(Err(QueueError::NoTopic { .. })) => {}
+                Ok(Err(error)) if !error.is_transient() => return Err(error),
+                // What was read before is more than nothing.
+                Ok(Err(_)) | Err(_) => {
+                    let kept = self.locked().get(&topic).map(|(_, kept)| kept.clone());
+                    topics.extend(kept);
+                    unread.push(topic);
+                }
             }
         }
-        complete &= cursor.is_none();
+        Ok(ClusteredSource {
+            read: topics.iter().map(|topic| topic.read).sum(),
+            complete: has_all_topics
+                && unread.is_empty()
+                && topics.iter().all(|topic| topic.complete),
+            clusters: topics.into_iter().flat_map(|topic| topic.clusters).collect(),
+            unread,
+        })
     }
-    Ok((failures, complete))
+
+    async fn of_topic(&self, queue: &Queue, topic: &str) -> Result<ClusteredSource, QueueError> {
+        let letters = queue.dead_letters(topic).await?;
+        let revision = letters.revision().await?;
+        if let Some((_, kept)) = self.locked().get(topic).filter(|(of, _)| *of == revision) {
+            return Ok(kept.clone());
+        }
+        let query = DeadLetterQuery {
+            direction: Direction::Backward,
+            limit: PAGE_MAX,
+            ..DeadLetterQuery::default()
+        };
+        let Page { items, next } = letters.browse(&query).await?;
+        let failures = items.into_iter().map(|letter| Failure {
+            kind: "dead_letter",
+            place: topic.to_owned(),
+            sample: FailureSample {
+                id: letter.id.to_string(),
+                key: letter.key,
+                at: letter.failed_at.map(|at| at.to_rfc3339()),
+                message: letter.reason,
+            },
+        });
+        let read = ClusteredSource::new(failures.collect(), next.is_none());
+        let mut kept = self.locked();
+        kept.remove(topic);
+        let bytes = |source: &ClusteredSource| -> usize {
+            source.clusters.iter().map(|cluster| cluster.bytes()).sum()
+        };
+        let kept_bytes: usize = kept.values().map(|(_, source)| bytes(source)).sum();
+        if kept_bytes + bytes(&read) <= KEPT_BYTES_MAX {
+            kept.insert(topic.to_owned(), (revision, read.clone()));
+        }
+        Ok(read)
+    }
+
+    fn locked(
+        &self,
+    ) -> std::sync::MutexGuard<'_, HashMap<String, (DeadLettersRevision, ClusteredSource)>> {
+        self.topics.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-async fn quarantined_issues(app: &App, principal: &Principal) -> Result<SourceRead, ApiError> {
+impl FailureCluster {
+    /// The same with so many samples at most, and perhaps without ids.
+    fn cut(&self, samples: usize, with_ids: bool) -> Self {
+        Self {
+            id: self.id.clone(),
+            kind: self.kind,
+            place: self.place.clone(),
+            cause: self.cause.clone(),
+            count: self.count,
+            complete: self.complete,
+            keys: self.keys,
+            first: self.first.clone(),
+            last: self.last.clone(),
+            curve: self.curve.clone(),
+            samples: self.samples.iter().take(samples).cloned().collect(),
+            ids: self.ids.clone().filter(|_| with_ids),
+        }
+    }
+
+    /// Approximate size in memory.
+    fn bytes(&self) -> usize {
+        let samples = self.samples.iter().map(|sample| {
+            size_of::<FailureSample>()
+                + sample.id.len()
+                + sample.message.len()
+                + sample.key.as_ref().map_or(0, String::len)
+        });
+        let ids = self.ids.iter().flatten().map(|id| size_of::<String>() + id.len());
+        size_of::<Self>() + self.place.len() + self.cause.len() + samples.chain(ids).sum::<usize>()
+    }
+}
+
+async fn quarantined_issues(app: &App, principal: &Principal) -> Result<ClusteredSource, ApiError> {
     let filter = IssueFilter { quarantined: Some(true), ..IssueFilter::default() };
     let read = |last, count| {
         let filter = IssueFilter { after: last, ..filter.clone() };
@@ -307,10 +412,10 @@ async fn quarantined_issues(app: &App, principal: &Principal) -> Result<SourceRe
         },
         place: issue.integration,
     });
-    Ok((failures.collect(), last.is_none()))
+    Ok(ClusteredSource::new(failures.collect(), last.is_none()))
 }
 
-async fn dead_replies(app: &App, principal: &Principal) -> Result<SourceRead, ApiError> {
+async fn dead_replies(app: &App, principal: &Principal) -> Result<ClusteredSource, ApiError> {
     let read = |last, count| visible_dead_rows(app, principal, last, count);
     let measure = |dead: &DeadOutboxRow| (dead.row.id, dead.row.payload.len());
     let (rows, last) = paging::read_page(ROWS_MAX, measure, read).await?;
@@ -324,11 +429,11 @@ async fn dead_replies(app: &App, principal: &Principal) -> Result<SourceRead, Ap
         },
         place: dead.row.integration,
     });
-    Ok((failures.collect(), last.is_none()))
+    Ok(ClusteredSource::new(failures.collect(), last.is_none()))
 }
 
-/// Groups failures by kind, place and cause; the most frequent first. All ids are kept.
-fn clusters(failures: Vec<Failure>) -> Vec<FailureCluster> {
+/// Groups failures by kind, place and cause. All ids are kept. `complete`: these are all failures of their source.
+fn clusters(failures: Vec<Failure>, complete: bool) -> Vec<FailureCluster> {
     let mut groups: BTreeMap<(&'static str, String, String), Vec<FailureSample>> = BTreeMap::new();
     for Failure { kind, place, sample } in failures {
         let cause = cause_of(&sample.message);
@@ -347,6 +452,7 @@ fn clusters(failures: Vec<Failure>) -> Vec<FailureCluster> {
             FailureCluster {
                 id: cause_id(kind, &place, &cause),
                 count: all.len() as u64,
+                complete,
                 keys,
                 first: times().min(),
                 last: times().max(),
@@ -358,9 +464,11 @@ fn clusters(failures: Vec<Failure>) -> Vec<FailureCluster> {
                 cause,
             }
         };
-    let mut clusters: Vec<_> = groups.into_iter().map(build).collect();
+    groups.into_iter().map(build).collect()
+}
+
+fn most_frequent_first(clusters: &mut [Arc<FailureCluster>]) {
     clusters.sort_by(|one, other| other.count.cmp(&one.count).then(other.last.cmp(&one.last)));
-    clusters
 }
 
 /// How many of these times are in each of equal parts of the time from the first to the last.
@@ -395,12 +503,21 @@ mod tests {
                 message: message.to_owned(),
             },
         };
-        let found = clusters(vec![
-            failure("orders", "1-0", "2026-01-01T00:00:00Z", "refused"),
-            failure("orders", "2-0", "2026-01-03T00:00:00Z", "order 7 late"),
-            failure("orders", "3-0", "2026-01-02T00:00:00Z", "order 8 late"),
-            failure("mails", "4-0", "2026-01-02T00:00:00Z", "order 8 late"),
-        ]);
+        let all = ClusteredSource::new(
+            vec![
+                failure("orders", "1-0", "2026-01-01T00:00:00Z", "refused"),
+                failure("orders", "2-0", "2026-01-03T00:00:00Z", "order 7 late"),
+                failure("orders", "3-0", "2026-01-02T00:00:00Z", "order 8 late"),
+                failure("mails", "4-0", "2026-01-02T00:00:00Z", "order 8 late"),
+            ],
+            true,
+        );
+        assert!(all.clusters.iter().all(|cluster| cluster.complete));
+        let newest = vec![failure("orders", "1-0", "2026-01-01T00:00:00Z", "refused")];
+        let newest = ClusteredSource::new(newest, false).clusters;
+        assert!(!newest[0].complete && !newest[0].cut(1, false).complete);
+        let mut found = all.clusters;
+        most_frequent_first(&mut found);
         assert_eq!(found.len(), 3);
         let first = &found[0];
         assert_eq!((&*first.cause, first.count, first.keys), ("order # late", 2, 1));

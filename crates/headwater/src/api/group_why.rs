@@ -4,13 +4,14 @@
 
 use axum::Json;
 use axum::extract::State;
-use headwater_queue::{GroupView, Mode};
+use headwater_queue::{GroupPartitionView, GroupView, Mode};
 use serde::Serialize;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::Operations;
+use crate::api::dto::UNREAD;
 use crate::api::names::{shown_group, shown_topic, wire_group};
 use crate::api::why::WhyStep;
 use crate::http::body::JsonResult;
@@ -29,7 +30,7 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
 pub(crate) struct GroupWhyResponse {
     topic: String,
     group: String,
-    /// `done`: nothing waits. `no_member`, `no_owner` or `working`.
+    /// `done`: nothing waits. `no_member`, `unread`: a server of the stream backend does not answer, `no_owner` or `working`.
     reason: &'static str,
     /// Explanation with the next step.
     sentence: String,
@@ -57,22 +58,32 @@ fn explain(view: &GroupView) -> GroupWhyResponse {
     let (topic_word, group_word) = (shell_word(&topic), shell_word(&group));
     let alive = view.members.iter().filter(|member| member.heartbeat_age.is_some()).count() as u64;
     let is_shared = view.members.iter().any(|member| member.mode == Mode::Shared);
-    let waits = |lag: Option<u64>, pending: u64| lag.is_none_or(|lag| lag > 0) || pending > 0;
-    let orphans = view.partitions.iter().filter(|partition| {
-        !is_shared && partition.owner.is_none() && waits(partition.lag, partition.pending)
-    });
-    let orphans = orphans.count() as u64;
+    let waits = |one: &&GroupPartitionView| {
+        one.lag.is_none_or(|lag| lag > 0) || one.pending.is_none_or(|pending| pending > 0)
+    };
+    let is_orphan = |one: &&GroupPartitionView| {
+        !is_shared && one.owner.is_none() && one.problem.is_none() && waits(one)
+    };
+    let orphans = view.partitions.iter().filter(is_orphan).count() as u64;
+    let unread = view.unread_partitions().len() as u64;
     let describe = format!("headwater group describe {topic_word} {group_word}");
     let left = match view.lag {
         Some(lag) => counted(lag + view.pending, "message waits", "messages wait"),
         None => "An unknown number of messages waits".to_owned(),
     };
-    let (reason, sentence, command) = if !waits(view.lag, view.pending) {
+    let is_done = view.lag == Some(0) && view.pending == 0;
+    let (reason, sentence, command) = if is_done && unread == 0 {
         ("done", "The group has processed every message.".to_owned(), describe)
     } else if alive == 0 {
         let sentence = format!("{left} because the group has no members: start a consumer.");
         let command = format!("headwater consume {topic_word} --group {group_word}");
         ("no_member", sentence, command)
+    } else if unread > 0 {
+        let partitions = counted(unread, "partition", "partitions");
+        let sentence = format!(
+            "{left}; {partitions} cannot be read because a server of the stream backend does not answer: their messages wait until it is back."
+        );
+        ("unread", sentence, describe)
     } else if orphans > 0 {
         let partitions = counted(orphans, "partition has", "partitions have");
         let sentence = format!(
@@ -83,11 +94,13 @@ fn explain(view: &GroupView) -> GroupWhyResponse {
         let members = counted(alive, "member reads", "members read");
         ("working", format!("{left}; {members} the group."), describe)
     };
-    let waiting = view.partitions.iter().filter(|one| waits(one.lag, one.pending)).map(|one| {
-        let owner = one.owner.as_ref().map_or("nobody", |owner| &owner.holder);
-        let lag = one.lag.map_or("unknown".to_owned(), |lag| lag.to_string());
+    let waiting = view.partitions.iter().filter(waits).map(|one| {
         let partition = one.partition;
-        format!("{partition}: {lag} not delivered, {} in progress, owner {owner}", one.pending)
+        let Some(pending) = one.pending else { return format!("{partition}: {UNREAD}") };
+        let owner = one.owner.as_ref();
+        let owner = owner.map_or("no owner".to_owned(), |owner| format!("owner {}", owner.holder));
+        let lag = one.lag.map_or("unknown".to_owned(), |lag| lag.to_string());
+        format!("{partition}: {lag} not delivered, {pending} in progress, {owner}")
     });
     let waiting: Vec<String> = waiting.take(PARTITIONS_SHOWN).collect();
     let steps = vec![
@@ -112,7 +125,7 @@ fn explain(view: &GroupView) -> GroupWhyResponse {
 mod tests {
     use std::time::Duration;
 
-    use headwater_queue::{GroupPartitionView, MemberView, OwnerView};
+    use headwater_queue::{MemberView, OwnerView};
 
     use super::*;
 
@@ -139,10 +152,11 @@ mod tests {
             members: (0..members).map(member).collect(),
             partitions: vec![GroupPartitionView {
                 partition: 0,
-                pending: 0,
+                pending: Some(0),
                 lag: Some(lag),
                 last_delivered: None,
                 last_id: None,
+                problem: None,
                 owner: has_owner.then_some(owner),
             }],
         }
@@ -152,14 +166,25 @@ mod tests {
     fn a_group_says_why_it_waits_and_what_to_do() {
         let explained = |lag, members| explain(&view(lag, members, members > 0));
         assert_eq!(explained(0, 0).reason, "done");
-        let nobody = explained(3, 0);
-        assert_eq!(nobody.reason, "no_member");
+        let alone = explained(3, 0);
+        assert_eq!(alone.reason, "no_member");
         assert_eq!(
-            nobody.sentence,
+            alone.sentence,
             "3 messages wait because the group has no members: start a consumer."
         );
-        assert_eq!(nobody.command, "headwater consume orders --group 'it'\\''s'");
-        assert_eq!(explain(&view(1, 1, false)).reason, "no_owner");
+        assert_eq!(alone.command, "headwater consume orders --group 'it'\\''s'");
+        let orphaned = explain(&view(1, 1, false));
+        assert_eq!(orphaned.reason, "no_owner");
+        assert_eq!(orphaned.steps[2].found, "0: 1 not delivered, 0 in progress, no owner");
+        assert!(explained(1, 1).steps[2].found.ends_with("in progress, owner m-0"));
         assert_eq!(explained(1, 1).sentence, "1 message waits; 1 member reads the group.");
+        let mut unread = view(0, 1, true);
+        let one = &mut unread.partitions[0];
+        (one.pending, one.lag, one.problem) = (None, None, Some("refused".to_owned()));
+        unread.lag = None;
+        let unread = explain(&unread);
+        assert_eq!(unread.reason, "unread");
+        assert!(unread.sentence.contains("1 partition cannot be read"), "{}", unread.sentence);
+        assert_eq!(unread.steps[2].found, format!("0: {UNREAD}"));
     }
 }

@@ -2,29 +2,34 @@
 
 use std::time::Duration;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::{Extension, Json};
 use headwater_issue::{GROUP, STREAM};
 use headwater_queue::{
     BoundedCount, GroupView, Mode, PendingFilter, PendingView, RemovedGroup, Reset, ResetGuard,
     ResetReport, ResetTo,
 };
+use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::dto::{EntryPosition, id, milliseconds, parse_position};
+use crate::api::dto::{EntryPosition, UNREAD, id, milliseconds, parse_position};
 use crate::api::names::{self, wire_group, wire_topic};
 use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
+use crate::http::audit::DryRun;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
 use crate::tickets::TICKET_EVENTS;
+
+/// Partitions whose oldest pending message is read; each costs a query.
+const OLDEST_PENDING_MAX: usize = 128;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
@@ -39,10 +44,14 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
 pub(crate) struct GroupResponse {
     topic: String,
     group: String,
-    /// Messages delivered and not yet settled.
+    /// Messages delivered and not yet settled, of the partitions that can be read.
     pending: u64,
-    /// Messages not yet delivered; `null` if the server does not report it.
+    /// Messages not yet delivered; `null` if the server does not report it, or a partition cannot be read.
     lag: Option<u64>,
+    /// Partitions that cannot be read because a server of the stream backend does not answer: the totals and consumers lack them.
+    /// Absent if there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    unread_partitions: Vec<u16>,
     members: Vec<MemberDto>,
     consumers: Vec<ConsumerDto>,
     partitions: Vec<GroupPartitionDto>,
@@ -77,11 +86,29 @@ pub(crate) struct ConsumerDto {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct GroupPartitionDto {
     partition: u16,
-    pending: u64,
+    /// `null` if the server of the partition does not answer.
+    pending: Option<u64>,
     lag: Option<u64>,
     last_delivered: Option<String>,
     last_id: Option<String>,
     owner: Option<PartitionOwnerDto>,
+    /// Why something of the partition is unknown, its owner as well: its server does not answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    problem: Option<&'static str>,
+    /// Of one group only: the pending message with the lowest id. At most 128 partitions have it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    oldest_pending: Option<OldestPendingDto>,
+}
+
+/// The oldest pending message of a partition.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct OldestPendingDto {
+    id: String,
+    /// Time since it was sent.
+    age_ms: u64,
+    /// Time since its last delivery; `null` if it was released and waits for the next one.
+    idle_ms: Option<u64>,
+    deliveries: u64,
 }
 
 /// Owner of a partition.
@@ -94,6 +121,7 @@ pub(crate) struct PartitionOwnerDto {
 }
 
 fn to_response(view: GroupView) -> GroupResponse {
+    let unread_partitions = view.unread_partitions();
     let members = view.members.into_iter().map(|member| MemberDto {
         member: member.member,
         consumer: member.consumer,
@@ -121,8 +149,11 @@ fn to_response(view: GroupView) -> GroupResponse {
             heartbeat_age_ms: milliseconds(owner.heartbeat_age),
             remaining_ms: milliseconds(owner.remaining),
         }),
+        problem: partition.problem.map(|_| UNREAD),
+        oldest_pending: None,
     });
     GroupResponse {
+        unread_partitions,
         members: members.collect(),
         consumers: consumers.collect(),
         partitions: partitions.collect(),
@@ -144,7 +175,7 @@ async fn list(
     Ok(Json(GroupPage { groups: groups.into_iter().map(to_response).collect() }))
 }
 
-/// Describe a group: lag, pending messages, consumers, and owners with epoch and heartbeat age.
+/// Describe a group: lag, pending messages with the oldest of each partition, consumers, and owners with epoch and heartbeat age.
 #[utoipa::path(get, path = "/topics/{topic}/groups/{group}", tag = "groups",
     params(("topic" = String, Path), ("group" = String, Path)), responses((status = 200, body = GroupResponse), (status = 404)))]
 async fn describe(
@@ -152,7 +183,25 @@ async fn describe(
     PathParams((topic, group)): PathParams<(String, String)>,
 ) -> JsonResult<GroupResponse> {
     let (topic, group) = wire_group((topic, group));
-    Ok(Json(to_response(operations.queue.inspect().group(&topic, &group).await?)))
+    let inspect = operations.queue.inspect();
+    let view = inspect.group(&topic, &group).await?;
+    let pending =
+        view.partitions.iter().filter(|one| one.pending > Some(0)).map(|one| one.partition);
+    let pending: Vec<u16> = pending.take(OLDEST_PENDING_MAX).collect();
+    let mut response = to_response(view);
+    let now = SystemClock.now();
+    for oldest in inspect.oldest_pending(&topic, &group, &pending).await? {
+        let mut partitions = response.partitions.iter_mut();
+        if let Some(of) = partitions.find(|one| one.partition == oldest.partition) {
+            of.oldest_pending = Some(OldestPendingDto {
+                id: oldest.id.to_string(),
+                age_ms: milliseconds(now.since(Timestamp::from_millis(oldest.id.ms))),
+                idle_ms: oldest.idle.map(milliseconds),
+                deliveries: oldest.deliveries,
+            });
+        }
+    }
+    Ok(Json(response))
 }
 
 /// Target of a reset.
@@ -209,7 +258,7 @@ async fn reset(
     PathParams((topic, group)): PathParams<(String, String)>,
     principal: Principal,
     JsonBody(request): JsonBody<GroupResetRequest>,
-) -> JsonResult<GroupResetResponse> {
+) -> Result<(Option<Extension<DryRun>>, Json<GroupResetResponse>), ApiError> {
     principal.require_role(Role::Admin)?;
     let to = match request.to.as_str() {
         "beginning" => ResetTo::Beginning,
@@ -229,12 +278,13 @@ async fn reset(
     let resetting = async move { Ok(operations.queue.reset_group(&topic, &group, &reset).await?) };
     let ResetReport { redelivered: again, skipped, dropped, is_done, .. } =
         run_to_completion(resetting).await?;
-    Ok(Json(GroupResetResponse {
+    let response = GroupResetResponse {
         again: again.into(),
         skipped: skipped.into(),
         dropped: dropped.into(),
         is_done,
-    }))
+    };
+    Ok((DryRun::mark(request.dry_run), Json(response)))
 }
 
 /// A deleted group.

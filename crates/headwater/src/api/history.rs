@@ -1,6 +1,6 @@
 //! How metrics changed: `GET /history`, for the charts of the console and `headwater history`.
 //!
-//! Upstream: the console and the command line. Downstream: `telemetry/history`. Guarantees: read-only; at most [`POINTS_MAX`]
+//! Upstream: the console and the command line. Downstream: `telemetry/history`; of one topic, `telemetry/history/topics.rs`. Guarantees: read-only; at most [`POINTS_MAX`]
 //! points; a step that has not ended, or without samples, has no point; without the database it answers what this process knows, and
 //! says so.
 
@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -18,15 +18,18 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::api::Operations;
 use crate::api::dto::{milliseconds, time};
+use crate::api::names::{shown_group, shown_topic, wire_group};
 use crate::config;
 use crate::http::ApiError;
 use crate::http::body::JsonResult;
 use crate::http::extract::QueryParams;
 use crate::server::app_state::App;
 use crate::server::plans;
-use crate::telemetry::history::series::all_series;
-use crate::telemetry::history::{HistoryRange, SAMPLE_EVERY};
+use crate::telemetry::history::series::{all_series, bounds_ms};
+use crate::telemetry::history::topics::{GROUPS_MAX, GroupRebalance, TopicHistory, TopicPoint};
+use crate::telemetry::history::{HistoryPoint, HistoryRange, SAMPLE_EVERY};
 
 /// Maximum points of a response.
 const POINTS_MAX: u64 = 500;
@@ -34,6 +37,9 @@ const POINTS_MAX: u64 = 500;
 /// Maximum replay plans of a response, the newest; and the time to read them.
 const PLAN_MARKS_MAX: usize = 50;
 const PLAN_MARKS_TIME_MAX: Duration = Duration::from_millis(500);
+
+/// Maximum rebalances of a response, the newest.
+const REBALANCE_MARKS_MAX: usize = 50;
 
 /// Points that the default step aims at.
 const POINTS_DEFAULT: u64 = 120;
@@ -61,6 +67,11 @@ pub(super) fn routes() -> OpenApiRouter<App> {
 struct HistoryQuery {
     /// Names, separated by commas. Default: all.
     series: Option<String>,
+    /// Only this topic: messages added and settled, and the lag of each group, in the last hour as the answering process measured
+    /// them. The 50 busiest topics have such a history. Not with `series`.
+    topic: Option<String>,
+    /// With `topic`: only this group.
+    group: Option<String>,
     /// Begin, such as `2026-11-15T10:00:00Z`. Default: one hour before `to`.
     from: Option<String>,
     /// End. Default: now.
@@ -91,8 +102,11 @@ pub(crate) struct HistoryResponse {
 /// A series of values.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct HistorySeriesDto {
-    name: &'static str,
-    meaning: &'static str,
+    name: String,
+    meaning: String,
+    /// Upper bounds in milliseconds, if each value is a list of counts: one for each bound, and one for what took longer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bounds_ms: Option<Vec<f64>>,
 }
 
 /// The values of a step.
@@ -105,14 +119,15 @@ pub(crate) struct HistoryPointDto {
     /// Number of processes.
     processes: usize,
     /// By name of the series. Counts are sums over the step, sizes the largest value in it; `null` if it is unknown.
-    values: BTreeMap<&'static str, Value>,
+    values: BTreeMap<String, Value>,
 }
 
 /// Something that happened.
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct HistoryMarkDto {
     at: String,
-    /// `started`: a process started. `plan`: a replay plan was made.
+    /// `started`: a process started. `plan`: a replay plan was made. `rebalance`: partitions of a group have new owners, as the
+    /// answering process noticed in the last hour.
     kind: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     process: Option<String>,
@@ -121,6 +136,14 @@ pub(crate) struct HistoryMarkDto {
     /// Id of the replay plan.
     #[serde(skip_serializing_if = "Option::is_none")]
     plan: Option<i64>,
+    /// Of a rebalance, also the next two.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    topic: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    group: Option<String>,
+    /// Number of partitions with a new owner.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    partitions: Option<u64>,
 }
 
 /// Show how metrics changed: counts, sizes and latencies, in steps.
@@ -128,24 +151,39 @@ pub(crate) struct HistoryMarkDto {
     responses((status = 200, body = HistoryResponse), (status = 400)))]
 async fn history(
     State(app): State<App>,
+    Extension(operations): Extension<Operations>,
     QueryParams(query): QueryParams<HistoryQuery>,
 ) -> JsonResult<HistoryResponse> {
-    let series = selected(query.series.as_deref())?;
     let range = range(&query, SystemClock.now())?;
+    let topics = operations.topic_history();
+    if let Some(topic) = query.topic {
+        if query.series.is_some() {
+            return Err(ApiError::invalid("`series` cannot be combined with `topic`"));
+        }
+        return Ok(Json(topic_response(topics, topic, query.group, range)));
+    }
+    if query.group.is_some() {
+        return Err(ApiError::invalid("`group` requires `topic`"));
+    }
+    let series = selected(query.series.as_deref())?;
     let read = app.history.read(&app.store, range).await;
-    let at = |ms: u64| time(Timestamp::from_millis(ms));
+    let values = |point: &HistoryPoint| {
+        let value = |one: &HistorySeriesDto| (one.name.clone(), point.sum.value(&one.name));
+        series.iter().map(value).collect()
+    };
     let points = read.points.iter().map(|(from, point)| HistoryPointDto {
         at: at(*from),
         covered_ms: milliseconds(point.covered()),
         processes: point.processes(),
-        values: series.iter().map(|one| (one.name, point.sum.value(one.name))).collect(),
+        values: values(point),
     });
+    let points = points.collect();
     let starts = read.starts.iter().map(|(process, start)| HistoryMarkDto {
         at: time(start.at),
         kind: "started",
         process: Some(process.clone()),
         version: Some(start.version.clone()),
-        plan: None,
+        ..HistoryMarkDto::default()
     });
     let plans = match read.problem {
         None => plans_made(&app, range).await,
@@ -154,21 +192,128 @@ async fn history(
     let plans = plans.into_iter().map(|(id, created_at)| HistoryMarkDto {
         at: time(created_at),
         kind: "plan",
-        process: None,
-        version: None,
         plan: Some(id),
+        ..HistoryMarkDto::default()
     });
-    let marks = starts.chain(plans);
-    Ok(Json(HistoryResponse {
-        from: at(range.from_ms),
-        to: at(range.to_ms),
-        step_ms: range.step_ms,
-        scope: if range.is_of_all_processes() { "all" } else { "process" },
-        problem: read.problem,
-        points: points.collect(),
-        marks: marks.collect(),
-        series,
-    }))
+    let marks = starts.chain(plans).chain(rebalance_marks(topics, range, |_| true)).collect();
+    let scope = if range.is_of_all_processes() { "all" } else { "process" };
+    Ok(Json(HistoryResponse::new(range, scope, read.problem, series, points, marks)))
+}
+
+fn at(ms: u64) -> String {
+    time(Timestamp::from_millis(ms))
+}
+
+impl HistoryResponse {
+    fn new(
+        range: HistoryRange,
+        scope: &'static str,
+        problem: Option<&'static str>,
+        series: Vec<HistorySeriesDto>,
+        points: Vec<HistoryPointDto>,
+        marks: Vec<HistoryMarkDto>,
+    ) -> Self {
+        let (from, to) = (at(range.from_ms), at(range.to_ms));
+        Self { from, to, step_ms: range.step_ms, scope, problem, series, points, marks }
+    }
+}
+
+/// The newest rebalances in this range.
+fn rebalance_marks(
+    topics: &TopicHistory,
+    range: HistoryRange,
+    is_wanted: impl Fn(&GroupRebalance) -> bool,
+) -> Vec<HistoryMarkDto> {
+    let mut found = topics.rebalances(range);
+    found.retain(|one| is_wanted(one));
+    let newest = found.split_off(found.len().saturating_sub(REBALANCE_MARKS_MAX));
+    let mark = |one: GroupRebalance| HistoryMarkDto {
+        at: time(one.at),
+        kind: "rebalance",
+        group: Some(shown_group(&one.topic, &one.group).into_owned()),
+        topic: Some(shown_topic(&one.topic).into_owned()),
+        partitions: Some(one.partitions),
+        ..HistoryMarkDto::default()
+    };
+    newest.into_iter().map(mark).collect()
+}
+
+/// The history of a topic or of one of its groups.
+fn topic_response(
+    topics: &TopicHistory,
+    topic: String,
+    group: Option<String>,
+    range: HistoryRange,
+) -> HistoryResponse {
+    let is_of_group = group.is_some();
+    let (topic, group) = wire_group((topic, group.unwrap_or_default()));
+    let marks = rebalance_marks(topics, range, |one| {
+        one.topic == topic && (!is_of_group || one.group == group)
+    });
+    let points = topics.points(&topic, range);
+    let problem = points.is_none().then_some(
+        "the topic is not among the 50 busiest, or this process has not measured it yet",
+    );
+    let points = points.unwrap_or_default();
+    let lag_name = |group: &str| format!("lag:{}", shown_group(&topic, group));
+    let groups = match is_of_group {
+        true => Vec::new(),
+        false => most_behind(&points),
+    };
+    let series = |name: &str, meaning: &str| HistorySeriesDto {
+        name: name.to_owned(),
+        meaning: meaning.to_owned(),
+        bounds_ms: None,
+    };
+    let mut all = vec![
+        series("added", "messages added to the topic"),
+        series("settled", "messages settled, or skipped by a reset"),
+    ];
+    if is_of_group {
+        all.push(series("lag", "messages not delivered yet"));
+        all.push(series("pending", "messages delivered and not settled"));
+    }
+    let lags = groups.iter().map(|group| series(&lag_name(group), "messages not delivered yet"));
+    all.extend(lags);
+    let values = |point: &TopicPoint| {
+        let mut values = BTreeMap::from([("added".to_owned(), Value::from(point.added))]);
+        if is_of_group {
+            let of_group = point.groups.get(&group);
+            values.insert("settled".to_owned(), of_group.and_then(|group| group.settled).into());
+            values.insert("lag".to_owned(), of_group.and_then(|group| group.lag).into());
+            values.insert("pending".to_owned(), of_group.map(|group| group.pending).into());
+            return values;
+        }
+        let settled = point.groups.values().filter_map(|group| group.settled);
+        values.insert("settled".to_owned(), settled.reduce(u64::saturating_add).into());
+        for group in &groups {
+            let lag = point.groups.get(group).and_then(|group| group.lag);
+            values.insert(lag_name(group), lag.into());
+        }
+        values
+    };
+    let points = points.iter().map(|(from, point)| HistoryPointDto {
+        at: at(*from),
+        covered_ms: milliseconds(SAMPLE_EVERY) * point.samples,
+        processes: 1,
+        values: values(point),
+    });
+    HistoryResponse::new(range, "process", problem, all, points.collect(), marks)
+}
+
+/// The groups of a topic with the largest lags, by name.
+fn most_behind(points: &BTreeMap<u64, TopicPoint>) -> Vec<String> {
+    let mut lags: BTreeMap<&String, u64> = BTreeMap::new();
+    for (name, group) in points.values().flat_map(|point| &point.groups) {
+        let largest = lags.entry(name).or_default();
+        *largest = (*largest).max(group.lag.unwrap_or(0));
+    }
+    let mut groups: Vec<_> = lags.into_iter().collect();
+    groups.sort_by_key(|(name, lag)| (std::cmp::Reverse(*lag), *name));
+    groups.truncate(GROUPS_MAX);
+    let mut names: Vec<_> = groups.into_iter().map(|(name, _)| name.clone()).collect();
+    names.sort();
+    names
 }
 
 /// Plans made in this range; none if the database does not answer soon. On a task of its own: a query is not dropped
@@ -184,7 +329,13 @@ async fn plans_made(app: &App, range: HistoryRange) -> Vec<(i64, Timestamp)> {
 
 /// The series of these names, in the order of the names.
 fn selected(names: Option<&str>) -> Result<Vec<HistorySeriesDto>, ApiError> {
-    let known = || all_series().map(|(name, meaning)| HistorySeriesDto { name, meaning });
+    let known = || {
+        all_series().map(|(name, meaning)| HistorySeriesDto {
+            name: name.to_owned(),
+            meaning: meaning.to_owned(),
+            bounds_ms: bounds_ms(name),
+        })
+    };
     let Some(names) = names else { return Ok(known().collect()) };
     let find = |name: &str| {
         known().find(|one| one.name == name.trim()).ok_or_else(|| {
@@ -258,7 +409,8 @@ mod tests {
 
     fn query(from: Option<&str>, to: Option<&str>, step: Option<&str>) -> HistoryQuery {
         let owned = |text: Option<&str>| text.map(str::to_owned);
-        HistoryQuery { series: None, from: owned(from), to: owned(to), step: owned(step) }
+        let (from, to, step) = (owned(from), owned(to), owned(step));
+        HistoryQuery { series: None, topic: None, group: None, from, to, step }
     }
 
     fn now() -> Timestamp {
@@ -301,7 +453,7 @@ mod tests {
         let error = selected(Some("events,nonsense")).unwrap_err();
         assert!(error.message().contains("known are events, runs"), "{}", error.message());
         let names: Vec<_> =
-            selected(Some("runs, events,runs")).unwrap().iter().map(|one| one.name).collect();
+            selected(Some("runs, events,runs")).unwrap().into_iter().map(|one| one.name).collect();
         assert_eq!(names, ["runs", "events"]);
     }
 }

@@ -20,6 +20,7 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::api::list_counts;
 use crate::api::why::{self, WhyResponse};
 use crate::http::ApiError;
 use crate::http::auth::Principal;
@@ -66,6 +67,15 @@ struct IssueListQuery {
     integration: Option<String>,
     /// Only those whose last error contains this text, in upper or lower case.
     error: Option<String>,
+    /// Only those that are queued and wait: for a backoff, a budget or further events. Quarantined ones do not.
+    #[serde(default)]
+    waiting: bool,
+    /// Largest ids first.
+    #[serde(default)]
+    newest_first: bool,
+    /// Also count all that match.
+    #[serde(default)]
+    count: bool,
     /// `next_cursor` of the previous page.
     cursor: Option<i64>,
     /// Maximum number: 50 by default, 500 at most. Large issues shorten a page.
@@ -78,6 +88,9 @@ pub(crate) struct IssuePage {
     issues: Vec<IssueDto>,
     /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
+    /// With `count`: how many issues match on all pages; 10001 if these are more than 10000, `null` if the database did not count them in time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matching: Option<usize>,
 }
 
 /// List issues by id.
@@ -96,7 +109,9 @@ async fn list(
         quarantined: query.quarantined,
         integration: query.integration,
         error: query.error,
+        waiting: query.waiting,
         after: query.cursor.map(IssueId),
+        newest_first: query.newest_first,
     };
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let read = |last: Option<IssueId>, count| {
@@ -104,10 +119,29 @@ async fn list(
         let (app, principal) = (Arc::clone(&app), principal.clone());
         async move { visible_issues(&app, &principal, &filter, count).await }
     };
-    let (issues, last) =
-        paging::read_page(limit, |issue| (issue.id, bytes_of(issue)), read).await?;
-    let next = last.map(|id| id.0);
-    Ok(Json(IssuePage { issues: issues.iter().map(to_dto).collect(), next_cursor: next }))
+    let page = paging::read_page(limit, |issue| (issue.id, bytes_of(issue)), read);
+    let counting = async {
+        match query.count {
+            true => list_counts::or_unknown(count_visible(&app, &principal, &filter).await),
+            false => Ok(None),
+        }
+    };
+    let ((issues, last), matching) = tokio::try_join!(page, counting)?;
+    let (issues, next_cursor) = (issues.iter().map(to_dto).collect(), last.map(|id| id.0));
+    Ok(Json(IssuePage { issues, next_cursor, matching }))
+}
+
+/// How many issues match that the caller can see; more than [`paging::COUNT_MAX`] are one more.
+async fn count_visible(
+    app: &App,
+    principal: &Principal,
+    filter: &IssueFilter,
+) -> Result<usize, IssueError> {
+    let mut count = 0;
+    for filter in principal.issue_filters(filter) {
+        count += app.store.count_issues(&filter, paging::COUNT_MAX + 1 - count).await?;
+    }
+    Ok(count)
 }
 
 /// The issues that the caller can see, by id.
@@ -122,6 +156,9 @@ pub(super) async fn visible_issues(
         found.extend(app.store.issues(&filter, count).await?);
     }
     found.sort_by_key(|issue| issue.id);
+    if filter.newest_first {
+        found.reverse();
+    }
     found.truncate(count);
     Ok(found)
 }
@@ -138,10 +175,10 @@ async fn show(
     State(app): State<App>,
     PathParams(id): PathParams<i64>,
 ) -> JsonResult<IssueResponse> {
-    let issue = app.store.issue(IssueId(id)).await?;
-    let issue = to_dto(&issue.ok_or_else(|| not_found(id))?);
-    let usage = app.tickets.issue_usage(IssueId(id)).await?.into();
-    Ok(Json(IssueResponse { issue, usage }))
+    let (issue, usage) =
+        tokio::join!(app.store.issue(IssueId(id)), app.tickets.issue_usage(IssueId(id)));
+    let issue = to_dto(&issue?.ok_or_else(|| not_found(id))?);
+    Ok(Json(IssueResponse { issue, usage: usage?.into() }))
 }
 
 /// An issue, and what the models used for it.
@@ -306,6 +343,7 @@ async fn retry_all(
     let filter = IssueFilter {
         integration: request.integration,
         error: request.error,
+        waiting: request.waiting,
         after: request.cursor.map(IssueId),
         ..IssueFilter::default()
     };

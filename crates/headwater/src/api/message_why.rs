@@ -5,18 +5,20 @@
 
 use axum::Json;
 use axum::extract::State;
+use futures_util::future::try_join_all;
 use headwater_queue::{
-    Bound, DeadLetter, DeadLetterFilter, DeadLetterQuery, GroupView, MessageQuery, Mode,
-    StoredMessage,
+    Bound, DeadLetter, DeadLetterFilter, DeadLetterQuery, GroupView, Inspector, MessageQuery, Mode,
+    QueueError, StoredMessage,
 };
 use headwater_stream::EntryId;
+use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::Operations;
-use crate::api::dto::parse_entry_id;
+use crate::api::dto::{parse_entry_id, time};
 use crate::api::names::{shown_group, shown_topic, wire_topic};
 use crate::http::ApiError;
 use crate::http::body::JsonResult;
@@ -82,24 +84,20 @@ async fn why(
     let topic = wire_topic(topic);
     let id = parse_entry_id("id", &id)?;
     let (queue, inspect) = (operations.queue(), operations.queue().inspect());
-    let message = find(&operations, &topic, id, query.partition).await?;
+    let (message, groups) =
+        tokio::join!(find(&operations, &topic, id, query.partition), inspect.groups(&topic));
+    let (message, mut groups) = (message?, groups?);
     let partition = message.partition;
-    let groups = inspect.groups(&topic).await?;
+    groups.truncate(GROUPS_MAX);
+    let of_message = groups.iter().flat_map(|group| &group.partitions);
+    for of_group in of_message.filter(|one| one.partition == partition) {
+        of_group.require_complete()?;
+    }
+    let in_group = groups.iter().map(|group| state_in(&inspect, &topic, group, partition, id));
+    let known = try_join_all(in_group).await?;
     let mut states = Vec::new();
     let mut letters: Option<Vec<DeadLetter>> = None;
-    for group in groups.iter().take(GROUPS_MAX) {
-        let mut state = MessageState::not_delivered(group, partition, id);
-        if state.is_none() {
-            let pending = inspect.pending_message(&topic, &group.group, partition, id).await?;
-            state = pending.map(|pending| match pending.consumer {
-                None => MessageState::Released { deliveries: pending.deliveries },
-                Some(consumer) => MessageState::InProgress {
-                    consumer,
-                    seconds: pending.idle.unwrap_or_default().as_secs(),
-                    deliveries: pending.deliveries,
-                },
-            });
-        }
+    for (group, mut state) in groups.iter().zip(known) {
         if state.is_none() {
             if letters.is_none() {
                 let filter = DeadLetterFilter {
@@ -125,6 +123,28 @@ async fn why(
     Ok(Json(explain(&shown_topic(&topic), id, partition, states)))
 }
 
+/// Where a message is in a group; `None` if the group has settled it or made it a dead letter.
+async fn state_in(
+    inspect: &Inspector,
+    topic: &str,
+    group: &GroupView,
+    partition: u16,
+    id: EntryId,
+) -> Result<Option<MessageState>, QueueError> {
+    if let Some(state) = MessageState::not_delivered(group, partition, id) {
+        return Ok(Some(state));
+    }
+    let pending = inspect.pending_message(topic, &group.group, partition, id).await?;
+    Ok(pending.map(|pending| match pending.consumer {
+        None => MessageState::Released { deliveries: pending.deliveries },
+        Some(consumer) => MessageState::InProgress {
+            consumer,
+            seconds: pending.idle.unwrap_or_default().as_secs(),
+            deliveries: pending.deliveries,
+        },
+    }))
+}
+
 /// The message with this id; with several, `partition` must name one.
 pub(super) async fn find(
     operations: &Operations,
@@ -141,12 +161,32 @@ pub(super) async fn find(
             "message `{id}` exists in several partitions ({partitions}); name one with `partition`"
         )));
     }
-    found.pop().ok_or_else(|| {
-        let topic = shown_topic(topic);
-        ApiError::not_found(format!(
-            "message `{id}` is not in topic `{topic}`: it was trimmed, or never stored"
-        ))
-    })
+    match found.pop() {
+        Some(found) => Ok(found),
+        None => Err(gone(operations, topic, id, partition).await),
+    }
+}
+
+/// Says since when messages are stored, if that is why this one is not.
+async fn gone(
+    operations: &Operations,
+    topic: &str,
+    id: EntryId,
+    partition: Option<u16>,
+) -> ApiError {
+    let view = operations.queue().inspect().topic(topic).await.ok();
+    let oldest = view.and_then(|view| match partition {
+        None => view.first_id,
+        Some(number) => view.partitions.iter().find(|one| one.partition == number)?.first_id,
+    });
+    let since = oldest.filter(|oldest| id < *oldest).map_or(String::new(), |oldest| {
+        let stored_at = time(Timestamp::from_millis(oldest.ms));
+        format!("; the oldest stored message is `{oldest}`, of {stored_at}")
+    });
+    let topic = shown_topic(topic);
+    ApiError::not_found(format!(
+        "message `{id}` is not in topic `{topic}`: it was trimmed, or never stored{since}"
+    ))
 }
 
 /// What became of a message in one group. The first ones need attention most.
@@ -324,11 +364,12 @@ mod tests {
             members: members.into_iter().collect(),
             partitions: vec![GroupPartitionView {
                 partition: 2,
-                pending: 0,
+                pending: Some(0),
                 lag: Some(3),
                 last_delivered: last,
                 last_id: None,
                 owner,
+                problem: None,
             }],
         }
     }

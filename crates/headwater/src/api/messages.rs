@@ -13,7 +13,8 @@ use axum::response::sse::{Event, KeepAlive};
 use futures_util::{Stream, StreamExt, stream};
 use headwater_queue::limits::PAGE_MAX;
 use headwater_queue::{
-    Bound, MessageHeaders, MessageQuery, NewMessage, Producer, QueueError, TailConfig, TailStart,
+    Bound, MessageHeaders, MessageQuery, NewMessage, Producer, Queue, QueueError, TailConfig,
+    TailStart,
 };
 use headwater_stream::{Direction, Range, StreamName};
 use serde::{Deserialize, Serialize};
@@ -107,12 +108,23 @@ const PAYLOAD_FIELD: &str = "payload";
 const KNOWN_TOPICS_MAX: usize = 10_000;
 const KNOWN_TOPIC_TTL: Duration = Duration::from_secs(5);
 
-/// Topics that exist and are not streams of other programs, and when that was seen.
+/// Topics that were not created, exist and are not streams of other programs, and when that was seen.
 pub(super) type KnownTopics = Arc<Mutex<HashMap<String, Instant>>>;
+
+/// What is stored under the name of a topic.
+enum StoredTopic {
+    Created,
+    /// Created by its first message.
+    Plain,
+    /// The newest entry is not one of ours.
+    Foreign,
+    Missing,
+}
 
 /// Rejects a topic that does not exist, unless it is to be created: a misspelt name would swallow messages. Requires the
 /// role `admin` for the streams that the server itself reads, and for streams of other programs: the key exists, it is
-/// no created topic, and its newest entry is not one of ours.
+/// no created topic, and its newest entry is not one of ours. While the stream backend does not answer, a topic that this
+/// process has seen before is accepted: its partitions may be on servers that do.
 async fn require_known_topic(
     operations: &Operations,
     topic: &str,
@@ -124,45 +136,69 @@ async fn require_known_topic(
         return required;
     }
     let known_topics = || operations.known_topics.lock().unwrap_or_else(PoisonError::into_inner);
-    if known_topics().get(topic).is_some_and(|seen| seen.elapsed() < KNOWN_TOPIC_TTL) {
-        return Ok(());
-    }
-    let described = operations.queue.topics().describe(topic).await?;
-    if described.topic.layout.is_plain() {
-        let stream = StreamName::new(topic).map_err(QueueError::from)?;
-        let backend = operations.queue.backend();
-        if backend.stats(&stream).await.map_err(QueueError::from)?.is_none() {
+    let was_known = match known_topics().get_mut(topic) {
+        Some(seen) if seen.elapsed() < KNOWN_TOPIC_TTL => return Ok(()),
+        Some(seen) => {
+            // Before the check: requests that arrive during it do not wait for it.
+            *seen = Instant::now();
+            true
+        }
+        None => false,
+    };
+    let topics = operations.queue.topics();
+    match stored_topic(&operations.queue, topic).await {
+        Ok(StoredTopic::Created) => Ok(()),
+        Ok(StoredTopic::Plain) => {
+            // Created by a library, or before this list existed.
+            match topics.register_plain(topic).await {
+                Err(error) if was_known && error.is_transient() => {}
+                registered => registered?,
+            }
+            let mut known_topics = known_topics();
+            if known_topics.len() >= KNOWN_TOPICS_MAX {
+                known_topics.clear();
+            }
+            known_topics.insert(topic.to_owned(), Instant::now());
+            Ok(())
+        }
+        Ok(StoredTopic::Foreign) => {
+            // Another caller may not be allowed to send to it.
+            known_topics().remove(topic);
+            required.map_err(|_| {
+                ApiError::new(
+                    StatusCode::FORBIDDEN,
+                    "forbidden",
+                    format!(
+                        "`{topic}` is a stream of another program; sending to it requires the role `admin`"
+                    ),
+                )
+            })
+        }
+        Ok(StoredTopic::Missing) => {
+            known_topics().remove(topic);
             if !is_created {
                 return Err(unknown_topic(operations, topic).await);
             }
             // Before the first message, so that no stream of ours is unlisted.
-            return Ok(operations.queue.topics().register_plain(topic).await?);
+            Ok(topics.register_plain(topic).await?)
         }
-        let newest = backend.range(&stream, Range::last(1)).await.map_err(QueueError::from)?;
-        let is_foreign =
-            newest.first().is_some_and(|entry| entry.fields.get(PAYLOAD_FIELD).is_none());
-        if is_foreign && required.is_err() {
-            return Err(ApiError::new(
-                StatusCode::FORBIDDEN,
-                "forbidden",
-                format!(
-                    "`{topic}` is a stream of another program; sending to it requires the role `admin`"
-                ),
-            ));
-        }
-        // Another caller may not be allowed to send to it.
-        if is_foreign {
-            return Ok(());
-        }
-        // Created by a library, or before this list existed.
-        operations.queue.topics().register_plain(topic).await?;
+        Err(error) if was_known && error.is_transient() => Ok(()),
+        Err(error) => Err(error.into()),
     }
-    let mut known_topics = known_topics();
-    if known_topics.len() >= KNOWN_TOPICS_MAX {
-        known_topics.clear();
+}
+
+/// Costs no call of the backend for a created topic whose metadata was read recently.
+async fn stored_topic(queue: &Queue, topic: &str) -> Result<StoredTopic, QueueError> {
+    if queue.topics().is_created(topic).await? {
+        return Ok(StoredTopic::Created);
     }
-    known_topics.insert(topic.to_owned(), Instant::now());
-    Ok(())
+    let stream = StreamName::new(topic)?;
+    if queue.backend().stats(&stream).await?.is_none() {
+        return Ok(StoredTopic::Missing);
+    }
+    let newest = queue.backend().range(&stream, Range::last(1)).await?;
+    let is_foreign = newest.first().is_some_and(|entry| entry.fields.get(PAYLOAD_FIELD).is_none());
+    Ok(if is_foreign { StoredTopic::Foreign } else { StoredTopic::Plain })
 }
 
 /// The error for a topic that does not exist; names a similar one.

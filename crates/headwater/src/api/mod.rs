@@ -4,7 +4,7 @@
 //! process, so that a command behaves the same with and without a server. Downstream: `headwater-queue`,
 //! `headwater-bus`, the store and `tickets`.
 //! Flow: queue routes (`topics.rs`, `topic_trim.rs`, `messages.rs`, `message_filter.rs`, `message_why.rs`, `delayed_messages.rs`, `consume.rs`, `groups.rs`,
-//! `group_why.rs`, `partition_owners.rs`, `dead_letters.rs`) and `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
+//! `group_why.rs`, `partition_owners.rs`, `partition_moves.rs`, `dead_letters.rs`) and `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
 //! `outbox.rs`, `drafts.rs`, `effects.rs`, `prompts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
 //! the server; those for the console (`overview.rs`, `history.rs`, `failures.rs`, `plans.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
 //! `dto.rs`, `line_diff.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
@@ -27,6 +27,7 @@ mod groups;
 mod history;
 pub(crate) mod issues;
 mod line_diff;
+mod list_counts;
 mod me;
 mod message_filter;
 mod message_why;
@@ -35,6 +36,7 @@ pub(crate) mod names;
 mod ndjson;
 mod outbox;
 mod overview;
+mod partition_moves;
 mod partition_owners;
 mod partitioners;
 mod plans;
@@ -70,6 +72,7 @@ use crate::http::ApiError;
 use crate::http::body::ReadLimits;
 use crate::server::app_state::App;
 use crate::server::shutdown_signal::ShutdownSignal;
+use crate::telemetry::history::topics::TopicHistory;
 use crate::tickets::desk_events::DESK_EVENTS;
 
 use crate::api::consume::OpenPulls;
@@ -90,6 +93,8 @@ pub(crate) struct Operations {
     pulls: Arc<OpenPulls>,
     tails: Arc<Semaphore>,
     known_topics: messages::KnownTopics,
+    letter_clusters: Arc<failures::LetterClusters>,
+    topic_history: Arc<TopicHistory>,
 }
 
 impl Operations {
@@ -103,13 +108,29 @@ impl Operations {
         let producers = partitioners::Producers::new(&queue)?;
         let puller = queue.puller();
         let tails = Arc::new(Semaphore::new(messages::TAILS_MAX));
-        let (pulls, known_topics) = Default::default();
-        Ok(Self { queue, producers, http, shutdown, puller, pulls, tails, known_topics })
+        let (pulls, known_topics, letter_clusters, topic_history) = Default::default();
+        Ok(Self {
+            queue,
+            producers,
+            http,
+            shutdown,
+            puller,
+            pulls,
+            tails,
+            known_topics,
+            letter_clusters,
+            topic_history,
+        })
     }
 
     /// The queue that the routes work on.
     pub(crate) fn queue(&self) -> &Queue {
         &self.queue
+    }
+
+    /// What topics did in the last hour; empty unless this process is a server, which samples it.
+    pub(crate) fn topic_history(&self) -> &Arc<TopicHistory> {
+        &self.topic_history
     }
 
     /// Ends all pulls and leaves their groups.
@@ -136,6 +157,7 @@ pub(crate) fn routes() -> OpenApiRouter<Operations> {
         .merge(groups::routes())
         .merge(group_why::routes())
         .merge(partition_owners::routes())
+        .merge(partition_moves::routes())
         .merge(dead_letters::routes())
         .merge(assignment::routes())
 }

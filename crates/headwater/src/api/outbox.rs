@@ -15,6 +15,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::time;
+use crate::api::list_counts;
 use crate::api::why::WhyStep;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
@@ -31,7 +32,7 @@ const PAGE_MAX: usize = 500;
 /// Maximum reads of a page for a limited token.
 const PAGES_MAX: usize = 20;
 
-/// Maximum rows retried by one call; a row may hold a megabyte.
+/// Maximum rows retried by one call.
 const RETRY_BATCH: usize = 50;
 
 pub(super) fn routes() -> OpenApiRouter<App> {
@@ -148,6 +149,12 @@ struct OutboxRowsQuery {
     status: Option<String>,
     /// Only those of this issue.
     issue: Option<i64>,
+    /// Largest ids first.
+    #[serde(default)]
+    newest_first: bool,
+    /// Also count all that match.
+    #[serde(default)]
+    count: bool,
     /// `next_cursor` of the previous page.
     cursor: Option<i64>,
     /// Maximum number: 50 by default, 500 at most.
@@ -160,6 +167,9 @@ pub(crate) struct OutboxStatePage {
     rows: Vec<OutboxStateDto>,
     /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
+    /// With `count`: how many rows match on all pages; 10001 if these are more than 10000, `null` if the database did not count them in time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matching: Option<usize>,
 }
 
 /// The state of a reply or event.
@@ -214,11 +224,37 @@ async fn list_all(
             ApiError::invalid(format!("`status` must be {allowed}"))
         })
     });
-    let mut filter = OutboxFilter {
+    let filter = OutboxFilter {
         status: status.transpose()?,
         issue: query.issue.map(IssueId),
         after: query.cursor.map(OutboxId),
+        newest_first: query.newest_first,
     };
+    let counting = async {
+        let integrations = principal.integrations.as_deref();
+        match query.count {
+            true => {
+                let store = app.store.as_ref();
+                list_counts::or_unknown(
+                    list_counts::outbox_rows(store, &filter, integrations).await,
+                )
+            }
+            false => Ok(None),
+        }
+    };
+    let (page, matching) = tokio::join!(visible_rows(&app, &principal, filter, limit), counting);
+    let ((rows, next), matching) = (page?, matching?);
+    let rows = rows.into_iter().map(state_to_dto).collect();
+    Ok(Json(OutboxStatePage { rows, next_cursor: next.map(|id| id.0), matching }))
+}
+
+/// A page of the rows that the caller can see, and its last row if there may be more.
+async fn visible_rows(
+    app: &App,
+    principal: &Principal,
+    mut filter: OutboxFilter,
+    limit: usize,
+) -> Result<(Vec<OutboxFacts>, Option<OutboxId>), IssueError> {
     let mut rows = Vec::new();
     // Rows that a limited token cannot see are skipped.
     for _ in 0..PAGES_MAX {
@@ -237,8 +273,7 @@ async fn list_all(
         rows.truncate(limit);
         filter.after = rows.last().map(|row| row.id);
     }
-    let next_cursor = filter.after.map(|id| id.0);
-    Ok(Json(OutboxStatePage { rows: rows.into_iter().map(state_to_dto).collect(), next_cursor }))
+    Ok((rows, filter.after))
 }
 
 /// Show the state of a reply or event.
@@ -354,6 +389,8 @@ async fn retry(
 pub(crate) struct OutboxRetryRequest {
     /// Only those of this integration.
     integration: Option<String>,
+    /// Only those of this issue.
+    issue: Option<i64>,
     /// `next_cursor` of the previous response.
     cursor: Option<i64>,
 }
@@ -374,20 +411,24 @@ async fn retry_all(
     principal: Principal,
     JsonBody(request): JsonBody<OutboxRetryRequest>,
 ) -> JsonResult<OutboxRetryAllResponse> {
-    let from = request.cursor.map(OutboxId);
-    let rows = visible_dead_rows(&app, &principal, from, RETRY_BATCH).await?;
-    let next = rows.last().filter(|_| rows.len() == RETRY_BATCH).map(|dead| dead.row.id.0);
-    let is_selected = |dead: &&DeadOutboxRow| {
-        request.integration.as_ref().is_none_or(|integration| dead.row.integration == *integration)
+    let filter = OutboxFilter {
+        status: Some(OutboxStatus::Dead),
+        issue: request.issue.map(IssueId),
+        after: request.cursor.map(OutboxId),
+        newest_first: false,
+    };
+    let (rows, next) = visible_rows(&app, &principal, filter, RETRY_BATCH).await?;
+    let is_selected = |row: &&OutboxFacts| {
+        request.integration.as_ref().is_none_or(|integration| row.integration == *integration)
     };
     let mut queued = 0;
-    for dead in rows.iter().filter(is_selected) {
-        match app.store.retry_outbox(dead.row.id).await {
+    for row in rows.iter().filter(is_selected) {
+        match app.store.retry_outbox(row.id).await {
             Ok(_) => queued += 1,
             // Already retried by another caller.
             Err(IssueError::NotFound { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(Json(OutboxRetryAllResponse { queued, next_cursor: next }))
+    Ok(Json(OutboxRetryAllResponse { queued, next_cursor: next.map(|id| id.0) }))
 }

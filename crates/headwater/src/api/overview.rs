@@ -2,19 +2,20 @@
 //!
 //! Upstream: the console and monitoring. Downstream: the database and the stream backend, each with a timeout of its own,
 //! at the same time. Guarantees: always answers; what cannot be read is `null`, and its dependency is named as
-//! unavailable. At most [`TOPICS_MAX`] topics are read; then `complete` is `false`.
+//! unavailable. Topics whose server does not answer in time are counted, and do not hide the others. At most
+//! [`TOPICS_MAX`] topics are read; then `complete` is `false`.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
 use axum::{Extension, Json};
-use futures_util::{StreamExt, TryStreamExt, stream};
+use headwater_issue::limits::OLDEST_WAIT_ISSUES;
 use headwater_issue::{Backlog, WorkerInfo};
-use headwater_queue::{Queue, QueueError};
+use headwater_queue::{Queue, QueueError, read_each};
 use headwater_stream::clock::{Clock, SystemClock};
 use serde::Serialize;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -26,6 +27,10 @@ use crate::server::app_state::App;
 
 /// Time for each dependency.
 const DEPENDENCY_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Time for the topics: less, so that those which were read are shown.
+const TOPICS_TIMEOUT: Duration = Duration::from_millis(1500);
+const _: () = assert!(TOPICS_TIMEOUT.as_millis() < DEPENDENCY_TIMEOUT.as_millis());
 
 /// Maximum topics read, and how many at a time.
 const TOPICS_MAX: usize = 100;
@@ -63,8 +68,8 @@ pub(crate) struct OverviewResponse {
 pub(crate) struct OverviewProblem {
     /// `warning` or `error`.
     level: &'static str,
-    /// `database_unavailable`, `streams_unavailable`, `no_worker`, `quarantined`, `dead_replies`, `dead_letters` or
-    /// `outbox_lag`.
+    /// `database_unavailable`, `streams_unavailable`, `topics_unavailable`, `no_worker`, `quarantined`, `dead_replies`,
+    /// `dead_letters` or `outbox_lag`.
     code: &'static str,
     /// What is wrong and what to do.
     sentence: String,
@@ -86,6 +91,10 @@ pub(crate) struct OverviewIssues {
     queued: u64,
     processing: u64,
     quarantined: u64,
+    /// Longest time that a queued issue has waited.
+    oldest_wait_ms: u64,
+    /// Whether another queued issue may have waited longer, because only the first 10,000 are looked at.
+    oldest_wait_or_more: bool,
 }
 
 /// Numbers of the outbox.
@@ -115,6 +124,8 @@ pub(crate) struct OverviewTopics {
     dead_letters: u64,
     /// Messages that groups have not been given yet.
     lag: u64,
+    /// Topics that are not in the sums, because a server of the stream backend did not answer in time.
+    unread: u64,
     /// Whether all topics were read.
     complete: bool,
 }
@@ -177,13 +188,16 @@ async fn overview(
 }
 
 async fn sum_topics(queue: &Queue) -> Result<OverviewTopics, QueueError> {
+    let until = Instant::now() + TOPICS_TIMEOUT;
     let mut names = queue.topics().list().await?;
     names.sort();
-    let complete = names.len() <= TOPICS_MAX;
+    let is_all = names.len() <= TOPICS_MAX;
     let count = names.len() as u64;
+    let unread = || OverviewTopics { unread: 1, ..OverviewTopics::default() };
     let one = |name: String| async move {
         let inspect = queue.inspect();
-        let read = tokio::try_join!(inspect.topic(&name), inspect.groups(&name));
+        let reading = async { tokio::try_join!(inspect.topic(&name), inspect.groups(&name)) };
+        let Ok(read) = timeout_at(until, reading).await else { return Ok(unread()) };
         match read {
             Ok((view, groups)) => Ok(OverviewTopics {
                 length: view.length,
@@ -194,18 +208,21 @@ async fn sum_topics(queue: &Queue) -> Result<OverviewTopics, QueueError> {
             }),
             // Deleted in the meantime.
             Err(QueueError::NoTopic { .. }) => Ok(OverviewTopics::default()),
+            Err(error) if error.is_transient() => Ok(unread()),
             Err(error) => Err(error),
         }
     };
-    let reading = stream::iter(names.into_iter().take(TOPICS_MAX)).map(one);
-    let read: Vec<_> = reading.buffer_unordered(TOPICS_AT_ONCE).try_collect().await?;
-    let mut sum = OverviewTopics { count, complete, ..OverviewTopics::default() };
-    for topic in read {
+    let reads = names.into_iter().take(TOPICS_MAX).map(one).collect();
+    let mut sum = OverviewTopics { count, ..OverviewTopics::default() };
+    for topic in read_each(TOPICS_AT_ONCE, reads).await {
+        let topic = topic?;
+        sum.unread += topic.unread;
         sum.length += topic.length;
         sum.delayed += topic.delayed;
         sum.dead_letters += topic.dead_letters;
         sum.lag += topic.lag;
     }
+    sum.complete = is_all && sum.unread == 0;
     Ok(sum)
 }
 
@@ -230,6 +247,19 @@ fn summarize(
             "The stream backend {reason}: topics stop; issues are found by the sweep, some seconds later."
         );
         found("error", "streams_unavailable", sentence);
+    }
+    let unread = of_streams.as_ref().map_or(0, |topics| topics.unread);
+    if unread > 0 {
+        found(
+            "error",
+            "topics_unavailable",
+            sentence(
+                unread,
+                "topic is",
+                "topics are",
+                "on a server of the stream backend that does not answer: messages wait until it is back.",
+            ),
+        );
     }
     let now = SystemClock.now();
     let read = of_database.as_ref().ok();
@@ -317,6 +347,8 @@ fn summarize(
             queued: backlog.queued,
             processing: backlog.processing,
             quarantined: backlog.quarantined,
+            oldest_wait_ms: milliseconds(backlog.oldest_wait),
+            oldest_wait_or_more: backlog.queued > OLDEST_WAIT_ISSUES as u64,
         }),
         outbox: read.map(|(backlog, _)| OverviewOutbox {
             pending: backlog.outbox_pending,
@@ -339,15 +371,7 @@ mod tests {
     use super::*;
 
     fn backlog(quarantined: u64, outbox_dead: u64) -> Backlog {
-        let outbox_lag = Duration::ZERO;
-        Backlog {
-            queued: 0,
-            processing: 0,
-            quarantined,
-            outbox_pending: 0,
-            outbox_dead,
-            outbox_lag,
-        }
+        Backlog { quarantined, outbox_dead, ..Backlog::default() }
     }
 
     fn worker() -> WorkerInfo {
@@ -366,6 +390,10 @@ mod tests {
         let well = summarize(Ok((backlog(0, 0), vec![worker()])), topics(), kinds());
         assert_eq!((well.status, &*well.verdict), ("ok", "All is well."));
         assert_eq!(well.workers.unwrap().claims, 2);
+        let oldest_wait = Duration::from_secs(90);
+        let busy = Backlog { queued: 10_001, oldest_wait, ..Backlog::default() };
+        let issues = summarize(Ok((busy, vec![worker()])), topics(), kinds()).issues.unwrap();
+        assert_eq!((issues.oldest_wait_ms, issues.oldest_wait_or_more), (90_000, true));
 
         let dead = Ok(OverviewTopics { dead_letters: 3, ..OverviewTopics::default() });
         let found = summarize(Ok((backlog(1, 2), Vec::new())), dead, kinds());
@@ -374,6 +402,11 @@ mod tests {
         assert_eq!(found.status, "error");
         assert!(found.problems[1].sentence.starts_with("1 issue is quarantined"));
         assert!(found.problems[3].sentence.starts_with("3 dead letters wait"));
+
+        let unread = Ok(OverviewTopics { unread: 1, ..OverviewTopics::default() });
+        let found = summarize(Ok((backlog(0, 0), vec![worker()])), unread, kinds());
+        assert_eq!((found.problems[0].code, found.status), ("topics_unavailable", "error"));
+        assert!(found.problems[0].sentence.starts_with("1 topic is on a server"));
     }
 
     #[test]

@@ -1,21 +1,21 @@
 //! Who owns which partition: the partitions of all groups of topics, with owner, lease and lag.
 //!
 //! Upstream: the console and `headwater group owners`. Downstream: the queue, which is only read. Guarantees: read-only; at most [`TOPICS_MAX`]
-//! topics of a page, read [`TOPICS_AT_ONCE`] at a time.
+//! topics of a page, read [`TOPICS_AT_ONCE`] at a time; a topic or partition whose server does not answer does not hide the others.
 
 use std::collections::BTreeMap;
 
 use axum::Json;
 use axum::extract::State;
-use futures_util::{StreamExt, TryStreamExt, stream};
-use headwater_queue::{GroupPartitionView, GroupView, Mode, QueueError};
+use headwater_queue::{GroupPartitionView, GroupView, Mode, QueueError, read_each};
 use serde::{Deserialize, Serialize};
+use tracing::warn;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::Operations;
-use crate::api::dto::milliseconds;
+use crate::api::dto::{UNREAD, milliseconds};
 use crate::api::names::{shown_group, shown_topic, wire_topic};
 use crate::http::body::JsonResult;
 use crate::http::extract::QueryParams;
@@ -43,6 +43,9 @@ struct PartitionOwnersQuery {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct PartitionOwnersResponse {
     groups: Vec<GroupOwnersDto>,
+    /// Topics whose groups are not listed, because a server of the stream backend does not answer.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    unread_topics: Vec<String>,
     /// Cursor of the next page, or `null`.
     next_cursor: Option<String>,
 }
@@ -58,7 +61,8 @@ pub(crate) struct GroupOwnersDto {
     members: Vec<OwnerShareDto>,
     /// Partitions without an owner that have messages left.
     orphans: u64,
-    /// Difference between the most and the fewest partitions of a member; at most 1 if they are shared evenly.
+    /// Difference between the most and the fewest partitions of a member; at most 1 if they are shared evenly. 0 while the owner
+    /// of a partition is unknown.
     skew: u64,
     partitions: Vec<OwnedPartitionDto>,
 }
@@ -79,9 +83,13 @@ pub(crate) struct OwnedPartitionDto {
     epoch: Option<u64>,
     /// Remaining time of the lease, unless the owner renews it.
     remaining_ms: Option<u64>,
-    /// Messages not delivered yet; `null` if the server does not report it.
+    /// Messages not delivered yet; `null` if the server does not report it, or does not answer.
     lag: Option<u64>,
-    pending: u64,
+    /// `null` if the server does not answer.
+    pending: Option<u64>,
+    /// Why something of the partition is unknown, its owner as well: its server does not answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    problem: Option<&'static str>,
 }
 
 /// List who owns which partition, for all groups of all topics.
@@ -94,8 +102,8 @@ async fn owners(
     let queue = operations.queue();
     if let Some(topic) = query.topic {
         let groups = queue.inspect().groups(&wire_topic(topic)).await?;
-        let groups = groups.iter().map(to_dto).collect();
-        return Ok(Json(PartitionOwnersResponse { groups, next_cursor: None }));
+        let (groups, unread_topics) = (groups.iter().map(to_dto).collect(), Vec::new());
+        return Ok(Json(PartitionOwnersResponse { groups, unread_topics, next_cursor: None }));
     }
     let mut names = queue.topics().list().await?;
     names.sort();
@@ -105,16 +113,24 @@ async fn owners(
     names.truncate(TOPICS_MAX);
     let next = names.last().filter(|_| has_more).map(|name| shown_topic(name).into_owned());
     let read = |name: String| async move {
-        match queue.inspect().groups(&name).await {
-            // Deleted in the meantime.
-            Err(QueueError::NoTopic { .. }) => Ok(Vec::new()),
-            other => other,
-        }
+        let groups = queue.inspect().groups(&name).await;
+        (name, groups)
     };
-    let read: Vec<Vec<GroupView>> =
-        stream::iter(names).map(read).buffered(TOPICS_AT_ONCE).try_collect().await?;
-    let groups = read.iter().flatten().map(to_dto).collect();
-    Ok(Json(PartitionOwnersResponse { groups, next_cursor: next }))
+    let reads = names.into_iter().map(read).collect();
+    let (mut groups, mut unread_topics) = (Vec::new(), Vec::new());
+    for (name, read) in read_each(TOPICS_AT_ONCE, reads).await {
+        match read {
+            Ok(views) => groups.extend(views.iter().map(to_dto)),
+            // Deleted in the meantime.
+            Err(QueueError::NoTopic { .. }) => {}
+            Err(error) if error.is_transient() => {
+                warn!(topic = name, %error, "groups of the topic cannot be read, the others are listed");
+                unread_topics.push(shown_topic(&name).into_owned());
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(Json(PartitionOwnersResponse { groups, unread_topics, next_cursor: next }))
 }
 
 fn to_dto(view: &GroupView) -> GroupOwnersDto {
@@ -130,8 +146,8 @@ fn to_dto(view: &GroupView) -> GroupOwnersDto {
         *shares.entry(&owner.holder).or_default() += 1;
     }
     let is_orphan = |partition: &&GroupPartitionView| {
-        let waits = partition.lag.is_none_or(|lag| lag > 0) || partition.pending > 0;
-        mode != "shared" && partition.owner.is_none() && waits
+        let waits = partition.lag.is_none_or(|lag| lag > 0) || partition.pending > Some(0);
+        mode != "shared" && partition.owner.is_none() && partition.problem.is_none() && waits
     };
     let most = shares.values().max().copied().unwrap_or(0);
     let fewest = shares.values().min().copied().unwrap_or(0);
@@ -142,13 +158,15 @@ fn to_dto(view: &GroupView) -> GroupOwnersDto {
         remaining_ms: partition.owner.as_ref().map(|owner| milliseconds(owner.remaining)),
         lag: partition.lag,
         pending: partition.pending,
+        problem: partition.problem.as_ref().map(|_| UNREAD),
     };
+    let is_complete = view.unread_partitions().is_empty();
     GroupOwnersDto {
         topic: shown_topic(&view.topic).into_owned(),
         group: shown_group(&view.topic, &view.group).into_owned(),
         mode,
         orphans: view.partitions.iter().filter(is_orphan).count() as u64,
-        skew: if mode == "owned" { most - fewest } else { 0 },
+        skew: if mode == "owned" && is_complete { most - fewest } else { 0 },
         members: shares
             .iter()
             .map(|(member, partitions)| OwnerShareDto {
@@ -179,10 +197,11 @@ mod tests {
         };
         let partition = |partition: u16, owner: Option<&str>, lag: u64| GroupPartitionView {
             partition,
-            pending: 0,
+            pending: Some(0),
             lag: Some(lag),
             last_delivered: None,
             last_id: None,
+            problem: None,
             owner: owner.map(|holder| OwnerView {
                 holder: holder.to_owned(),
                 epoch: 7,
@@ -210,5 +229,12 @@ mod tests {
             |member: &str, partitions| OwnerShareDto { member: member.to_owned(), partitions };
         assert_eq!(found.members, [share("a", 2), share("b", 0)]);
         assert_eq!(found.partitions[0].remaining_ms, Some(2000));
+
+        // The server of the partition without an owner does not answer.
+        let mut unread = view;
+        unread.partitions[2].problem = Some("connection refused".to_owned());
+        let found = to_dto(&unread);
+        assert_eq!((found.mode, found.orphans, found.skew), ("owned", 0, 0));
+        assert_eq!(found.partitions[2].problem, Some(UNREAD));
     }
 }

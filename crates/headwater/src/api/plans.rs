@@ -23,6 +23,7 @@ use crate::api::failures;
 use crate::api::names::{shown_topic, wire_topic};
 use crate::api::run_to_completion;
 use crate::http::ApiError;
+use crate::http::audit::DryRun;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
@@ -270,10 +271,11 @@ async fn create(
     principal: Principal,
     JsonBody(request): JsonBody<CreatePlanRequest>,
 ) -> Result<Response, ApiError> {
-    let mut selected = select(&app, &principal, operations.queue(), &request).await?;
+    let mut selected = select(&app, &principal, &operations, &request).await?;
     let preview = selection::count(operations.queue(), &mut selected).await?;
     if request.dry_run {
-        return Ok(Json(preview_to_dto(preview, &selected)).into_response());
+        let preview = preview_to_dto(preview, &selected);
+        return Ok((DryRun::mark(request.dry_run), Json(preview)).into_response());
     }
     if preview.ready == 0 {
         let message = "no dead letter matches that can be replayed, so there is nothing to plan";
@@ -290,7 +292,7 @@ async fn create(
 async fn select(
     app: &App,
     principal: &Principal,
-    queue: &Queue,
+    operations: &Operations,
     request: &CreatePlanRequest,
 ) -> Result<PlanSelection, ApiError> {
     let limits = filter(
@@ -305,7 +307,7 @@ async fn select(
     match (&request.failure, &request.topics) {
         (Some(failure), None) if limits == DeadLetterFilter::default() => {
             let (place, cause) =
-                failures::dead_letter_cause(app, principal, queue, failure).await?;
+                failures::dead_letter_cause(app, principal, operations, failure).await?;
             let topics = vec![topic(place)];
             let (failure, cause) = (Some(failure.clone()), Some(cause));
             Ok(PlanSelection { failure, cause, topics, max_replays, ..PlanSelection::default() })

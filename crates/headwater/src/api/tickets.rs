@@ -4,16 +4,21 @@
 //! nothing and returns the same ids; invalid input is rejected before it has any effect. Texts are returned
 //! unchanged, as JSON.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
+use tokio::time::timeout;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use uuid::Uuid;
 
+use crate::api::BUSY_RETRY_AFTER;
 use crate::api::issues::UsageDto;
+use crate::api::list_counts;
 use crate::api::tickets_sse;
 use crate::api::why::{self, WhyResponse};
 use crate::desk::provisional::ProvisionalAnswer;
@@ -28,8 +33,11 @@ use crate::tickets::Author;
 use crate::tickets::hand_overs::{AssignedTicket, TicketAssignment};
 use crate::tickets::{
     NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
-    TicketStatus, sort_imported,
+    TicketStatus, TicketWords, sort_imported,
 };
+
+/// How long a search for words may take. Shorter than the time that a page of the console has.
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(6);
 
 /// Routes below `/api/v1`.
 pub(crate) fn routes() -> OpenApiRouter<App> {
@@ -134,6 +142,15 @@ struct TicketListQuery {
     unassigned: Option<bool>,
     /// Only those whose id begins so: hexadecimal digits and dashes.
     id_prefix: Option<String>,
+    /// Only those with one of these words in the title or a message, in upper or lower case; words of less than 3 letters are
+    /// ignored. A page searches 1000 tickets of the list at most, so it may be empty although it has a `next_cursor`.
+    words: Option<String>,
+    /// The oldest one first.
+    #[serde(default)]
+    oldest_first: bool,
+    /// Also count all that match.
+    #[serde(default)]
+    count: bool,
     /// `next_cursor` of the previous page.
     cursor: Option<i64>,
     /// Maximum number: 50 by default, 200 at most.
@@ -146,9 +163,17 @@ pub(crate) struct TicketPage {
     tickets: Vec<TicketDto>,
     /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
+    /// With `count`: how many tickets match on all pages; 10001 if these are more than 10000, `null` if the database did not count them in time. With `words`, too: how many of the
+    /// `searched` ones match.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matching: Option<usize>,
+    /// With `words`: how many tickets of the list were searched for this page, from `cursor` on. If `next_cursor` is not `null`, the
+    /// next page continues with further ones.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    searched: Option<usize>,
 }
 
-/// List tickets, newest first.
+/// List tickets, newest first unless asked otherwise.
 #[utoipa::path(get, path = "/tickets", tag = "tickets", params(TicketListQuery), responses((status = 200, body = TicketPage)))]
 async fn list(
     State(app): State<App>,
@@ -175,12 +200,54 @@ async fn list(
         assignee: query.assignee,
         unassigned: query.unassigned.unwrap_or_default(),
         id_prefix: query.id_prefix.map(|prefix| prefix.to_lowercase()),
-        before: query.cursor,
+        after: query.cursor,
+        oldest_first: query.oldest_first,
     };
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
-    let tickets = app.tickets.list(&filter, limit).await?;
-    let next = tickets.last().filter(|_| tickets.len() == limit).map(|ticket| ticket.number);
-    Ok(Json(TicketPage { tickets: tickets.iter().map(ticket_to_dto).collect(), next_cursor: next }))
+    if let Some(words) = query.words {
+        let words = TicketWords::parse(&words)?;
+        return search(&app, &filter, &words, limit, query.count).await;
+    }
+    let counting = async {
+        match query.count {
+            true => {
+                list_counts::or_unknown(list_counts::tickets(app.store.as_ref(), &filter).await)
+            }
+            false => Ok(None),
+        }
+    };
+    let (tickets, matching) = tokio::join!(app.tickets.list(&filter, limit), counting);
+    let (tickets, matching) = (tickets?, matching?);
+    let next_cursor = tickets.last().filter(|_| tickets.len() == limit).map(|ticket| ticket.number);
+    Ok(Json(TicketPage {
+        tickets: tickets.iter().map(ticket_to_dto).collect(),
+        next_cursor,
+        matching,
+        searched: None,
+    }))
+}
+
+/// A page of the tickets of a list that have one of the words.
+async fn search(
+    app: &App,
+    filter: &TicketFilter,
+    words: &TicketWords,
+    limit: usize,
+    counts: bool,
+) -> JsonResult<TicketPage> {
+    let searching = app.tickets.search_list(filter, words, limit);
+    let found = timeout(SEARCH_TIMEOUT, searching).await.map_err(|_| {
+        let seconds = SEARCH_TIMEOUT.as_secs();
+        let message =
+            format!("the search took longer than {seconds} s; narrow it, for example to a user");
+        ApiError::unavailable(message)
+    })??;
+    Ok(Json(TicketPage {
+        tickets: found.tickets.iter().map(ticket_to_dto).collect(),
+        next_cursor: found.next,
+        matching: counts.then_some(found.matching),
+        searched: Some(found.searched),
+    }))
 }
 
 /// Page of messages.
@@ -227,8 +294,9 @@ async fn show(
     QueryParams(query): QueryParams<TicketShowQuery>,
 ) -> JsonResult<TicketResponse> {
     let ticket = app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
-    let TicketMessagePage { messages, next_cursor } = message_page(&app, id, 0, PAGE_MAX).await?;
-    let usage = app.tickets.issue_usage(ticket.issue_id).await?.into();
+    let (page, usage) =
+        tokio::join!(message_page(&app, id, 0, PAGE_MAX), app.tickets.issue_usage(ticket.issue_id));
+    let (TicketMessagePage { messages, next_cursor }, usage) = (page?, usage?.into());
     let ticket = ticket_to_dto(&ticket);
     let is_shown = query.provisional.unwrap_or_default();
     let provisional = is_shown.then(|| app.provisional.peek(id)).flatten();
@@ -451,6 +519,10 @@ impl From<TicketError> for ApiError {
             }
             TicketError::Assigned { .. } => {
                 Self::new(StatusCode::CONFLICT, "assigned", problem.to_string())
+            }
+            TicketError::SearchesBusy(_) => {
+                Self::new(StatusCode::TOO_MANY_REQUESTS, "busy", problem.to_string())
+                    .retry_after(BUSY_RETRY_AFTER)
             }
             TicketError::Issue(problem) => problem.into(),
         }

@@ -156,13 +156,18 @@ async fn timeline(
         // Times may step back, epochs do not.
         let from = runs.iter().map(|run| run.ended_at).min().unwrap_or_default();
         let to = runs.iter().map(|run| run.ended_at).max().unwrap_or_default();
-        for event in app.store.processed_event_logs(issue_id, from, to, ROWS_MAX).await? {
+        let (events, rows, models) = tokio::join!(
+            app.store.processed_event_logs(issue_id, from, to, ROWS_MAX),
+            app.store.committed_outbox(issue_id, from, to, ROWS_MAX),
+            app.tickets.model_runs(issue_id, (oldest.epoch, newest.epoch))
+        );
+        for event in events? {
             page.events.entry(event.processed_at).or_default().push(event);
         }
-        for row in app.store.committed_outbox(issue_id, from, to, ROWS_MAX).await? {
+        for row in rows? {
             page.outbox.entry(row.created_at).or_default().push(row);
         }
-        for run in app.tickets.model_runs(issue_id, (oldest.epoch, newest.epoch)).await? {
+        for run in models? {
             page.models.entry(run.epoch).or_default().push(run);
         }
     }

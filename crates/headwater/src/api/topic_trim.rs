@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 use headwater_queue::{Bound, GroupView, MessageQuery, PartitionView, Queue, QueueError, Trim};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_stream::{Retention, TrimGuard};
@@ -20,8 +20,9 @@ use crate::api::names::wire_topic;
 use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
+use crate::http::audit::DryRun;
 use crate::http::auth::Principal;
-use crate::http::body::{JsonBody, JsonResult};
+use crate::http::body::JsonBody;
 use crate::http::extract::PathParams;
 
 /// Messages of a page that counts those beyond an age, and pages of a dry run.
@@ -73,7 +74,7 @@ async fn trim(
     PathParams(topic): PathParams<String>,
     principal: Principal,
     JsonBody(request): JsonBody<TrimRequest>,
-) -> JsonResult<TrimResponse> {
+) -> Result<(Option<Extension<DryRun>>, Json<TrimResponse>), ApiError> {
     principal.require_role(Role::Admin)?;
     let topic = wire_topic(topic);
     let trim = Trim {
@@ -88,12 +89,13 @@ async fn trim(
     let queue = operations.queue.clone();
     if request.dry_run {
         trim.check()?;
-        return Ok(Json(preview(&queue, &topic, &trim).await?));
+        let tried = preview(&queue, &topic, &trim).await?;
+        return Ok((DryRun::mark(request.dry_run), Json(tried)));
     }
     let trimming = async move { Ok(queue.trim(&topic, &trim).await?) };
     let report = run_to_completion(trimming).await?;
     let (removed, held_back) = (report.removed, report.held_back);
-    Ok(Json(TrimResponse { removed, held_back, is_done: true, or_more: false }))
+    Ok((None, Json(TrimResponse { removed, held_back, is_done: true, or_more: false })))
 }
 
 /// What a trim would remove.
@@ -171,7 +173,7 @@ fn preview_partition(
     let wanted = too_many.max(too_large).max(old).min(length);
     let needed = |group: &GroupView| {
         let of_group = group.partitions.iter().find(|one| one.partition == partition.partition);
-        of_group.map_or(0, |one| one.lag.unwrap_or(length) + one.pending)
+        of_group.map_or(0, |one| one.lag.unwrap_or(length) + one.pending.unwrap_or(0))
     };
     let needed = groups.iter().map(needed).max().unwrap_or(0);
     let free = length.saturating_sub(needed);
@@ -191,11 +193,12 @@ mod tests {
     fn group(lag: Option<u64>, pending: u64) -> GroupView {
         let partition = GroupPartitionView {
             partition: 0,
-            pending,
+            pending: Some(pending),
             lag,
             last_delivered: None,
             last_id: None,
             owner: None,
+            problem: None,
         };
         GroupView {
             topic: "orders".to_owned(),

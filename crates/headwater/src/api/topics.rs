@@ -2,25 +2,28 @@
 
 use std::time::Duration;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::{Extension, Json};
 use headwater_issue::STREAM;
 use headwater_queue::limits::PARTITIONS_MAX;
 use headwater_queue::{
-    EntryFormat, Policies, PolicyChanges, QueueError, TopicDescription, TopicView,
+    EntryFormat, Policies, PolicyChanges, QueueError, TopicDescription, TopicView, read_each,
 };
 use headwater_stream::Retention;
+use headwater_stream::clock::{Clock, SystemClock};
 use serde::{Deserialize, Deserializer, Serialize};
+use tracing::warn;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::dto::{id, milliseconds, time};
+use crate::api::dto::{UNREAD, id, milliseconds, time};
 use crate::api::names::{self, wire_topic};
 use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
+use crate::http::audit::DryRun;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
@@ -28,9 +31,10 @@ use crate::text::counted;
 use crate::tickets::TICKET_EVENTS;
 use crate::tickets::desk_events::DESK_EVENTS;
 
-/// Default and maximum topics of a page; each costs a query.
+/// Default and maximum topics of a page, and how many are read at a time; each costs a query.
 const PAGE_DEFAULT: usize = 100;
 const PAGE_MAX: usize = 500;
+const TOPICS_AT_ONCE: usize = 8;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
@@ -139,6 +143,8 @@ pub(crate) struct TopicPage {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct TopicListQuery {
+    /// Only those whose name contains this text, in upper or lower case.
+    name: Option<String>,
     /// Maximum number: 100 by default, 500 at most.
     limit: Option<usize>,
     /// `next_cursor` of the previous page.
@@ -149,26 +155,37 @@ struct TopicListQuery {
     /// Whether to read the lag of the groups, too; it costs a query for each topic. Default: no.
     #[serde(default)]
     lag: bool,
+    /// Whether to add how busy the topics were, as this process measured it. Default: no.
+    #[serde(default)]
+    rates: bool,
 }
 
 /// A topic in a list.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TopicDto {
     name: String,
-    /// `created` with settings, `plain`: created by its first message, or `system`: a stream of the server.
+    /// `created` with settings, `plain`: created by its first message, `system`: a stream of the server, or `unknown` with a
+    /// `problem`.
     kind: &'static str,
-    partitions: usize,
-    length: u64,
+    /// This and the other numbers are `null` with a `problem`.
+    partitions: Option<usize>,
+    length: Option<u64>,
     first_id: Option<String>,
     last_id: Option<String>,
     /// Approximate size; `null` if the backend does not report it.
     bytes: Option<u64>,
-    delayed: u64,
-    dead_letters: u64,
+    delayed: Option<u64>,
+    dead_letters: Option<u64>,
     groups: Vec<String>,
+    /// Why the topic could not be read: a server of the stream backend does not answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    problem: Option<&'static str>,
     /// With `lag`: messages that the group with the most has not been given or not settled.
     #[serde(skip_serializing_if = "Option::is_none")]
     worst_lag: Option<u64>,
+    /// With `rates`: how busy the topic was. Only for the 50 busiest topics, and not without a server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rates: Option<TopicRatesDto>,
     #[serde(skip_serializing_if = "Option::is_none")]
     created_at: Option<String>,
     /// When its deletion started; if it was interrupted, delete the topic again.
@@ -176,7 +193,18 @@ pub(crate) struct TopicDto {
     deleting_since: Option<String>,
 }
 
-/// List topics by name: created ones, those created by their first message, and with `all` the server's own streams.
+/// How busy a topic was.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct TopicRatesDto {
+    /// Messages added per second in the last minute; `null` if that is unknown.
+    added_per_second: Option<f64>,
+    /// Messages settled per second by all groups in the last minute; `null` if that is unknown.
+    settled_per_second: Option<f64>,
+    /// Messages added in each two minutes of the last hour, oldest first.
+    added: Vec<u64>,
+}
+
+/// List topics by name: created ones, those created by their first message, and with `all` the server's own streams. A topic whose server does not answer is listed with a `problem`.
 #[utoipa::path(get, path = "/topics", tag = "topics", params(TopicListQuery), responses((status = 200, body = TopicPage)))]
 async fn list(
     State(operations): State<Operations>,
@@ -192,38 +220,88 @@ async fn list(
     let is_system = |name: &str| names::SYSTEM_TOPICS.contains(&name);
     names.retain(|name| !is_system(name));
     names.extend(names::SYSTEM_TOPICS.iter().filter(|_| query.all).map(|&name| name.to_owned()));
+    if let Some(part) = query.name.as_ref().map(|part| part.to_lowercase()) {
+        names.retain(|name| names::shown_topic(name).to_lowercase().contains(&part));
+    }
     names.sort();
-    let after = query.cursor.map(wire_topic).unwrap_or_default();
+    let after = query.cursor.clone().map(wire_topic).unwrap_or_default();
     let mut names = names.into_iter().filter(|name| *name > after).peekable();
-    let (mut items, mut last) = (Vec::new(), None);
-    while items.len() < limit
-        && let Some(name) = names.next()
-    {
-        // A topic deleted in the meantime is skipped.
-        match operations.queue.inspect().topic(&name).await {
-            Ok(view) => {
-                let mut dto = to_dto(view);
-                if query.lag {
-                    dto.worst_lag = worst_lag(&operations, &name).await?;
-                }
-                items.push(dto);
-            }
-            Err(QueueError::NoTopic { .. }) => {}
-            Err(error) => return Err(error.into()),
+    let (operations, query) = (&operations, &query);
+    let (mut topics, mut last) = (Vec::new(), None);
+    // More than once if topics were deleted in the meantime.
+    while topics.len() < limit && names.peek().is_some() {
+        let page: Vec<String> = names.by_ref().take(limit - topics.len()).collect();
+        last = page.last().cloned();
+        let read = |name: String| async move { read_topic(operations, &name, query).await };
+        for topic in read_each(TOPICS_AT_ONCE, page.into_iter().map(read).collect()).await {
+            topics.extend(topic?);
         }
-        last = Some(name);
     }
     let next = last.filter(|_| names.peek().is_some());
-    let next = next.map(|name| names::shown_topic(&name).into_owned());
-    Ok(Json(TopicPage { topics: items, next_cursor: next }))
+    let next_cursor = next.map(|name| names::shown_topic(&name).into_owned());
+    Ok(Json(TopicPage { topics, next_cursor }))
+}
+
+/// A topic of a list; `None` if it was deleted in the meantime. Its server may not answer while others do.
+async fn read_topic(
+    operations: &Operations,
+    name: &str,
+    query: &TopicListQuery,
+) -> Result<Option<TopicDto>, ApiError> {
+    let lag = async {
+        match query.lag {
+            true => worst_lag(operations, name).await,
+            false => Ok(None),
+        }
+    };
+    let inspect = operations.queue.inspect();
+    let rates = query.rates.then(|| rates(operations, name)).flatten();
+    match tokio::try_join!(inspect.topic(name), lag) {
+        Ok((view, worst_lag)) => Ok(Some(TopicDto { worst_lag, rates, ..to_dto(view) })),
+        Err(QueueError::NoTopic { .. }) => Ok(None),
+        Err(error) if error.is_transient() => {
+            warn!(topic = name, %error, "topic cannot be read, the others are listed");
+            Ok(Some(TopicDto { rates, ..unread_topic(name) }))
+        }
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// What the group that is behind the most has not been given or not settled; `None` without a group, or if it is unknown.
-async fn worst_lag(operations: &Operations, topic: &str) -> Result<Option<u64>, ApiError> {
-    match operations.queue.inspect().groups(topic).await {
-        Ok(groups) => Ok(groups.iter().filter_map(|group| Some(group.lag? + group.pending)).max()),
-        Err(QueueError::NoTopic { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
+async fn worst_lag(operations: &Operations, topic: &str) -> Result<Option<u64>, QueueError> {
+    let groups = operations.queue.inspect().groups(topic).await?;
+    Ok(groups.iter().filter_map(|group| Some(group.lag? + group.pending)).max())
+}
+
+/// How busy a topic was, to hundredths.
+fn rates(operations: &Operations, topic: &str) -> Option<TopicRatesDto> {
+    let rates = operations.topic_history().rates(topic, SystemClock.now())?;
+    let hundredths = |rate: f64| (rate * 100.0).round() / 100.0;
+    Some(TopicRatesDto {
+        added_per_second: rates.added_per_second.map(hundredths),
+        settled_per_second: rates.settled_per_second.map(hundredths),
+        added: rates.curve,
+    })
+}
+
+/// A topic of which only the name is known.
+fn unread_topic(name: &str) -> TopicDto {
+    TopicDto {
+        name: names::shown_topic(name).into_owned(),
+        kind: if names::SYSTEM_TOPICS.contains(&name) { "system" } else { "unknown" },
+        partitions: None,
+        length: None,
+        first_id: None,
+        last_id: None,
+        bytes: None,
+        delayed: None,
+        dead_letters: None,
+        groups: Vec::new(),
+        problem: Some(UNREAD),
+        worst_lag: None,
+        rates: None,
+        created_at: None,
+        deleting_since: None,
     }
 }
 
@@ -236,15 +314,17 @@ fn to_dto(view: TopicView) -> TopicDto {
     TopicDto {
         kind,
         name: names::shown_topic(&view.name).into_owned(),
-        partitions: view.partitions.len(),
-        length: view.length,
+        partitions: Some(view.partitions.len()),
+        length: Some(view.length),
         first_id: id(view.first_id),
         last_id: id(view.last_id),
         bytes: view.bytes,
-        delayed: view.delayed,
-        dead_letters: view.dead_letters,
+        delayed: Some(view.delayed),
+        dead_letters: Some(view.dead_letters),
         groups: shown_groups(&view.name, view.groups),
+        problem: None,
         worst_lag: None,
+        rates: None,
         created_at: view.created_at.map(time),
         deleting_since: view.deleting_since.map(time),
     }
@@ -433,30 +513,31 @@ async fn grow(
     State(operations): State<Operations>,
     PathParams(topic): PathParams<String>,
     principal: Principal,
-    JsonBody(grow): JsonBody<GrowTopicRequest>,
-) -> JsonResult<TopicResponse> {
+    JsonBody(request): JsonBody<GrowTopicRequest>,
+) -> Result<(Option<Extension<DryRun>>, Json<TopicResponse>), ApiError> {
     principal.require_role(Role::Admin)?;
     reject_reserved(&topic)?;
+    let GrowTopicRequest { partitions, dry_run } = request;
     let queue = operations.queue.clone();
-    if grow.dry_run {
+    if dry_run {
         let view = queue.inspect().topic(&topic).await?;
         if view.layout.is_plain() {
             return Err(ApiError::from(QueueError::NoTopic { topic }));
         }
         let now = view.partitions.len();
-        if !(now..=usize::from(PARTITIONS_MAX)).contains(&usize::from(grow.partitions)) {
+        if !(now..=usize::from(PARTITIONS_MAX)).contains(&usize::from(partitions)) {
             return Err(ApiError::invalid(format!(
-                "topic `{topic}` has {}; `partitions` = {} must be {now} to {PARTITIONS_MAX}",
+                "topic `{topic}` has {}; `partitions` = {partitions} must be {now} to {PARTITIONS_MAX}",
                 counted(now as u64, "partition", "partitions"),
-                grow.partitions
             )));
         }
     } else {
         let grown = topic.clone();
-        run_to_completion(async move { Ok(queue.topics().grow(&grown, grow.partitions).await?) })
+        run_to_completion(async move { Ok(queue.topics().grow(&grown, partitions).await?) })
             .await?;
     }
-    describe(State(operations), PathParams(topic)).await
+    let described = describe(State(operations), PathParams(topic)).await?;
+    Ok((DryRun::mark(dry_run), described))
 }
 
 /// Rejects the names of the server's own streams. A topic with partitions would hide their entries.

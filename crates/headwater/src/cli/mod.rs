@@ -58,7 +58,7 @@ pub(crate) enum OperatorCommand {
     Search(verbs::search::SearchArgs),
     /// Show dead letters, quarantined issues and dead replies by cause.
     Failure(verbs::failure::FailureArgs),
-    /// List the processes that work on issues.
+    /// List the processes that work on issues; show the settings of a server.
     Process(verbs::overview::ProcessArgs),
     /// Show name and role of the token.
     Me(verbs::overview::MeArgs),
@@ -72,7 +72,7 @@ pub(crate) enum OperatorCommand {
     Tail(verbs::tail::TailArgs),
     /// List, show or explain messages.
     Message(verbs::message::MessageArgs),
-    /// List, describe, explain, reset or delete the groups of a topic; list who owns which partition.
+    /// List, describe, explain, reset or delete the groups of a topic; list who owns which partition, and which moved.
     Group(verbs::group::GroupArgs),
     /// List the pending messages of a group.
     Pending(verbs::group::PendingArgs),
@@ -139,12 +139,18 @@ impl OperatorCommand {
             Self::Sql(sql) => return sql.run(settings).await,
             Self::Report(report) => return report.run(settings).await,
             Self::Analytics(analytics) => return analytics.run(settings).await,
-            Self::Topic(topic) => (&topic.connection, Requirements::streams(topic.is_read_only())),
+            Self::Topic(topic) => {
+                topic.require_server()?;
+                (&topic.connection, Requirements::streams(topic.is_read_only()))
+            }
             Self::Produce(produce) => (&produce.connection, Requirements::streams(false)),
             Self::Consume(consume) => (&consume.connection, Requirements::streams(false)),
             Self::Tail(tail) => (&tail.connection, Requirements::streams(true)),
             Self::Message(message) => (&message.connection, Requirements::streams(true)),
-            Self::Group(group) => (&group.connection, Requirements::streams(group.is_read_only())),
+            Self::Group(group) => {
+                group.require_server()?;
+                (&group.connection, Requirements::streams(group.is_read_only()))
+            }
             Self::Pending(pending) => (&pending.connection, Requirements::streams(true)),
             Self::Dlq(dlq) => (&dlq.connection, Requirements::streams(dlq.is_read_only())),
             Self::Assign(assign) => {
@@ -156,7 +162,10 @@ impl OperatorCommand {
             Self::Overview(overview) => (&overview.connection, Requirements::everything(true)),
             Self::Search(search) => (&search.connection, Requirements::everything(true)),
             Self::Failure(failure) => (&failure.connection, Requirements::everything(true)),
-            Self::Process(process) => (&process.connection, Requirements::database(true)),
+            Self::Process(process) => {
+                process.require_server()?;
+                (&process.connection, Requirements::database(true))
+            }
             Self::Me(me) => (&me.connection, Requirements::database(true)),
             Self::Issue(issue) => (&issue.connection, issue.requirements()),
             Self::Ticket(ticket) => (&ticket.connection, ticket.requirements()),
@@ -177,7 +186,10 @@ impl OperatorCommand {
                 webhook.require_server()?;
                 (&webhook.connection, Requirements::database(true))
             }
-            Self::History(history) => (&history.connection, Requirements::database(true)),
+            Self::History(history) => {
+                history.require_server()?;
+                (&history.connection, Requirements::database(true))
+            }
         };
         let client = match connection.url() {
             Some(url) => ApiClient::network(&url)?,
@@ -276,6 +288,14 @@ impl ConnectionArgs {
     fn url(&self) -> Option<String> {
         let known = || std::env::var("HEADWATER_URL").ok().filter(|url| !url.is_empty());
         self.url.clone().or_else(known)
+    }
+
+    /// Fails without a server; `reason` says why it is needed.
+    fn require_server(&self, reason: &str) -> Result<(), CliError> {
+        match self.url() {
+            Some(_) => Ok(()),
+            None => Err(CliError::usage(format!("{reason}; name one with --url or HEADWATER_URL"))),
+        }
     }
 
     fn style(&self) -> OutputStyle {

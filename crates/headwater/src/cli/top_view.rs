@@ -121,8 +121,17 @@ fn partitions(topic: &Value) -> u64 {
     list.unwrap_or_else(|| number(topic, "partitions"))
 }
 
+/// Whether the server of a topic answered.
+pub(super) fn is_read(topic: &Value) -> bool {
+    topic["problem"].is_null()
+}
+
 fn topic_row(topic: &Value, before: &TopSnapshot, seconds: f64) -> Value {
-    let earlier = before.topics.iter().find(|earlier| earlier["name"] == topic["name"]);
+    if !is_read(topic) {
+        return json!({"topic": topic["name"], "problem": topic["problem"]});
+    }
+    let mut earlier = before.topics.iter().filter(|earlier| is_read(earlier));
+    let earlier = earlier.find(|earlier| earlier["name"] == topic["name"]);
     let (in_per_second, is_at_least) = earlier.map_or((0.0, false), |earlier| {
         let grown = number(topic, "length").saturating_sub(number(earlier, "length"));
         // A different first entry means that messages were trimmed, so more may have arrived.
@@ -197,6 +206,22 @@ mod tests {
         assert_eq!(lines[1]["owners"], json!({"a": 2}));
         let table = frame.table();
         assert!(table.last().unwrap().ends_with("a:2"), "{table:?}");
+    }
+
+    #[test]
+    fn a_topic_whose_server_does_not_answer_has_no_numbers_and_no_rate_afterwards() {
+        let began = Instant::now();
+        let later = began + Duration::from_secs(1);
+        let mut unread = snapshot(began, 0, "1-0", 0, 0);
+        unread.topics = vec![json!({"name": "t", "length": null, "problem": "no answer"})];
+        unread.groups.clear();
+        let frame = Frame::between(&snapshot(began, 10, "1-0", 0, 0), &unread);
+        assert_eq!(*frame.lines().next().unwrap(), json!({"topic": "t", "problem": "no answer"}));
+        let row = frame.table()[1].clone();
+        assert!(row.starts_with('t') && row.ends_with('?') && !row.contains("10"), "{row:?}");
+
+        let frame = Frame::between(&unread, &snapshot(later, 30, "1-0", 0, 0));
+        assert_eq!(frame.lines().next().unwrap()["in_per_second"], 0.0);
     }
 
     #[test]

@@ -382,8 +382,10 @@ Each `[[redaction]]` section is a pattern of text that no model sees, beside tho
 ## Tokens
 
 Each `[[token]]` section defines a bearer token for the HTTP API (`Authorization: Bearer TOKEN`). Without tokens, every
-local client has the role `admin`, the server only listens on loopback addresses, and requests with the headers of a proxy
-are rejected. Not every proxy adds one: configure a token before you put any proxy in front.
+local client has the role `admin`, the server only listens on loopback addresses, and requests that come through a proxy are
+rejected: those with a header of a proxy, and those in HTTP/1.0, which older versions of nginx use for `proxy_pass`. `/health` and
+the pages below it are answered all the same. A proxy that sends HTTP/1.1 and adds no header cannot be recognized: configure a token
+before you put any proxy in front.
 
 | field | description |
 |---|---|

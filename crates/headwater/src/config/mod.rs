@@ -74,8 +74,8 @@ pub(crate) struct Settings {
     pub(crate) database_connections: u32,
     /// Maximum number of database connections for HTTP requests.
     pub(crate) database_http_connections: u32,
-    /// The DuckDB file; `None` disables analytics.
-    pub(crate) analytics_path: Option<PathBuf>,
+    /// Analytics.
+    pub(crate) analytics: AnalyticsSettings,
     /// How long to retry an unreachable database at startup.
     pub(crate) start_wait: Duration,
     /// HTTP server.
@@ -120,6 +120,15 @@ pub(crate) struct Settings {
     pub(crate) tools: Vec<Arc<dyn Tool>>,
     /// Name, value, source and description of each setting, without secrets.
     pub(crate) shown: Arc<Vec<serde_json::Value>>,
+}
+
+/// Settings of analytics.
+#[derive(Clone, Debug)]
+pub(crate) struct AnalyticsSettings {
+    /// The DuckDB file; `None` disables analytics.
+    pub(crate) path: Option<PathBuf>,
+    /// Time limit of a report or a query.
+    pub(crate) query_timeout: Duration,
 }
 
 /// Settings of the HTTP server.
@@ -440,7 +449,10 @@ impl Settings {
             database_is_given: read.is_given("database.url"),
             database_connections: read.count("database.connections"),
             database_http_connections: read.count("database.http_connections"),
-            analytics_path: read.optional("analytics.path").map(PathBuf::from),
+            analytics: AnalyticsSettings {
+                path: read.optional("analytics.path").map(PathBuf::from),
+                query_timeout: read.time("analytics.query_timeout"),
+            },
             start_wait: read.time("start.wait"),
             http,
             work,

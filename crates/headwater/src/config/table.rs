@@ -58,6 +58,8 @@ pub(crate) const TABLE: &[Setting] = &[
         "Maximum number of further connections to PostgreSQL of `serve` for HTTP requests, so that slow requests do not delay work. SQLite shares its connections."),
     setting("analytics.path", "headwater-data/analytics.duckdb", ValueType::Text,
         "DuckDB file that `serve` fills for reports and SQL. Empty disables analytics. Only one process at a time can open the file."),
+    setting("analytics.query_timeout", "20s", ValueType::Time { min: seconds(1), max: seconds(3600) },
+        "Time limit of a report or an SQL query. Over HTTP, `http.request_timeout` must be longer."),
     setting("start.wait", "30s", ValueType::Time { min: Duration::ZERO, max: seconds(3600) },
         "How long to retry at startup while PostgreSQL is unreachable. `serve` and `worker` do not wait for Redis: they take events and process them from SQL until Redis answers."),
 

@@ -10,6 +10,7 @@ use serde_json::Value as Json;
 use uuid::Uuid;
 
 use crate::desk::draft::{DECISION_SOURCE, DraftOutcome};
+use crate::desk::effects::ToldEffect;
 use crate::desk::policy::IntegrationPolicy;
 use crate::limits::{CONTENT_BYTES_MAX, THREAD_BYTES_MAX, THREAD_ENTRIES_MAX, USER_ID_BYTES_MAX};
 use crate::text;
@@ -59,9 +60,16 @@ pub struct Conversation {
     pub needs_answer: bool,
     /// The user of the ticket, if an event names one.
     pub user_id: Option<String>,
-    /// The oldest event without an answer that was sent. It stays the same while runs for it are repeated or superseded, while
-    /// their answers are stale or outdated, and while their tool calls wait for an approval.
+    /// The oldest event without an answer of the desk that was sent. It stays the same while runs for it are repeated or
+    /// superseded, while their answers are stale or outdated, while their tool calls wait for an approval, and after runs
+    /// that ended without an answer.
     pub request: EventLogId,
+    /// The newest of the pending events with a message of a user.
+    pub newest_message: Option<EventLogId>,
+    /// Tool calls that a person was told about, because their outcome is unknown or they were not made in time.
+    pub told_effects: Vec<ToldEffect>,
+    /// The installation of a GitHub App that sends the webhooks of the issue.
+    pub installation: Option<u64>,
 }
 
 /// What one event means for the conversation.
@@ -82,6 +90,26 @@ struct IssueFields {
     handed_over: bool,
     user_id: Option<String>,
     request: Option<i64>,
+    /// The last run ended without an answer, so that the request goes on.
+    request_is_open: bool,
+    told_effects: Vec<ToldEffect>,
+    installation: Option<u64>,
+}
+
+/// The installation of a GitHub App that a webhook names.
+fn installation_of(event: &EventLog) -> Option<u64> {
+    let payload: Json = serde_json::from_str(&event.payload).ok()?;
+    payload.pointer("/installation/id").and_then(Json::as_u64)
+}
+
+/// The installation of a GitHub App that a reply to an issue belongs to: that of the newest event, or else the last one that a
+/// run has seen, because the newest event may be a decision of a person.
+pub(crate) fn installation_for(newest: Option<&EventLog>, issue: Option<&Issue>) -> Option<u64> {
+    newest.and_then(installation_of).or_else(|| {
+        let fields =
+            issue.and_then(|issue| serde_json::from_str::<IssueFields>(&issue.fields).ok());
+        fields.and_then(|fields| fields.installation)
+    })
 }
 
 impl Conversation {
@@ -109,6 +137,8 @@ impl Conversation {
             handed_over: fields.handed_over,
             user_id: fields.user_id,
             request: events.first().map(|event| event.id).unwrap_or_default(),
+            told_effects: fields.told_effects,
+            installation: fields.installation,
             ..Self::default()
         };
         let answered = conversation.past.len();
@@ -119,9 +149,14 @@ impl Conversation {
         {
             conversation.retract_stale_answer();
         }
-        // The last answer was not sent, so its request goes on.
-        if let Some(request) = fields.request.filter(|_| conversation.past.len() < answered) {
+        // The last answer was not sent, or there was none, so its request goes on.
+        let goes_on = fields.request_is_open || conversation.past.len() < answered;
+        if let Some(request) = fields.request.filter(|_| goes_on) {
             conversation.request = EventLogId(request);
+        }
+        if issue.provider == "github" {
+            let newest = events.iter().rev().find_map(installation_of);
+            conversation.installation = newest.or(conversation.installation);
         }
         let mut events: Vec<&EventLog> = events.iter().collect();
         if issue.provider == "desk" {
@@ -174,6 +209,9 @@ impl Conversation {
             EventMeaning::Message(entry) => {
                 // An answer by another author, model or person, counts as an answer.
                 self.needs_answer = entry.author == Author::User;
+                if self.needs_answer {
+                    self.newest_message = self.newest_message.max(Some(event.id));
+                }
                 self.add_pending(entry);
             }
             EventMeaning::LateMessage(entry) => self.add_pending(entry),

@@ -289,6 +289,44 @@ fn retracted_messages_need_an_answer_even_if_the_newer_event_has_no_text() {
     assert!(!load(&answered(&past), &[agent], COMPLETED).needs_answer);
 }
 
+#[test]
+fn a_request_goes_on_until_it_is_answered() {
+    let request = |fields: &str| {
+        let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", false)];
+        let issue = Issue { fields: fields.into(), ..answered(&past) };
+        load(&issue, &[said(11, "two")], COMPLETED).request
+    };
+    // Answered: the next message is another request.
+    assert_eq!(request(r#"{"request":3}"#), EventLogId(11));
+    // The last run ended without an answer.
+    assert_eq!(request(r#"{"request":3,"request_is_open":true}"#), EventLogId(3));
+    assert_eq!(request("{}"), EventLogId(11));
+}
+
+#[test]
+fn the_newest_message_of_a_user_is_known_and_decisions_are_none() {
+    let decision = EventLog {
+        source: DECISION_SOURCE.into(),
+        id: EventLogId(12),
+        ..event(json!({"draft": 1}))
+    };
+    let closed = EventLog { id: EventLogId(13), ..event(desk("TICKET_CLOSED", "")) };
+    let thread = load(&issue("desk"), &[said(11, "one"), decision, closed], None);
+    assert_eq!(thread.newest_message, Some(EventLogId(11)));
+}
+
+#[test]
+fn the_installation_of_the_last_webhook_that_names_one_is_kept() {
+    let webhook = |id: Option<u64>| event(json!({"action": "labeled", "installation": {"id": id}}));
+    let mut issue = issue("github");
+    assert_eq!(load(&issue, &[webhook(Some(7)), webhook(None)], None).installation, Some(7));
+    issue.fields = r#"{"installation":5}"#.into();
+    assert_eq!(load(&issue, &[webhook(None)], None).installation, Some(5));
+    assert_eq!(installation_for(Some(&webhook(None)), Some(&issue)), Some(5));
+    assert_eq!(installation_for(Some(&webhook(Some(8))), Some(&issue)), Some(8));
+    assert_eq!(installation_for(None, None), None);
+}
+
 fn load_with_agents(provider: &str, payloads: &[Json]) -> Conversation {
     let agents = vec!["bob".to_owned()];
     let policy = IntegrationPolicy { agents, ..IntegrationPolicy::default() };

@@ -38,8 +38,22 @@ pub struct DraftReply {
 pub struct DraftEffect {
     /// Target of its outbox row, see [`ReplyTarget::as_str`].
     pub target: String,
-    /// The reason that the model gave.
+    /// The reason that the model gave. It is sent, so everybody may see it, also if a process of an older version sends it.
     pub reason: String,
+    /// What only the people of the support team may see. `None`: `reason` has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub internal: Option<String>,
+}
+
+impl DraftEffect {
+    /// An effect for this reason. With a `public` text, only the people of the support team see the reason.
+    pub(crate) fn new(target: ReplyTarget, reason: String, public: Option<String>) -> Self {
+        let (reason, internal) = match public {
+            Some(public) => (public, Some(reason)),
+            None => (reason, None),
+        };
+        Self { target: target.as_str().to_owned(), reason, internal }
+    }
 }
 
 impl DraftReply {
@@ -68,4 +82,24 @@ pub enum DraftOutcome {
 pub trait DraftLookup: Send + Sync + std::fmt::Debug {
     /// What became of a draft of an issue that has newer events. A draft without a decision is outdated from now on.
     async fn draft_outcome(&self, issue_id: IssueId, draft: Uuid) -> Result<DraftOutcome, String>;
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_knows_no_internal_facts_sends_none() {
+        let effect = |public: Option<&str>| {
+            let public = public.map(str::to_owned);
+            DraftEffect::new(ReplyTarget::HandOver, "refund 7 is open".to_owned(), public)
+        };
+        let stored = json!(effect(Some("a person has to check it")));
+        let expected = json!({"target": "hand_over", "reason": "a person has to check it", "internal": "refund 7 is open"});
+        assert_eq!(stored, expected);
+        let stored = json!(effect(None));
+        assert_eq!(stored, json!({"target": "hand_over", "reason": "refund 7 is open"}));
+    }
 }

@@ -116,7 +116,7 @@ pub struct Effect {
     pub epoch: Option<i64>,
     /// What the model is told, as JSON; `None` without an outcome.
     pub result: Option<String>,
-    /// Why there is no outcome yet, or why it is unknown.
+    /// Why there is no outcome yet, why it is unknown, or why an approved call was not made in time.
     pub problem: Option<String>,
     /// Number of the draft that named it.
     pub draft: Option<i64>,
@@ -130,8 +130,29 @@ pub struct Effect {
     pub ended_at: Option<Timestamp>,
     /// How long an attempt may still be in progress; zero if none can be.
     pub lease_left: Duration,
-    /// Since its first attempt.
+    /// Since its first attempt, or since its approval if there was none.
     pub age: Duration,
+}
+
+impl Effect {
+    /// Whether it was approved, and ended without an attempt.
+    pub(crate) fn was_not_made(&self) -> bool {
+        self.status == EffectStatus::Failed && self.attempts == 0
+    }
+
+    /// What is stored when a person was told about it.
+    pub(crate) fn told(&self) -> ToldEffect {
+        ToldEffect { number: self.number, draft: self.draft }
+    }
+}
+
+/// A call that a person was told about. A call that is approved again keeps its number; its draft is another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ToldEffect {
+    /// Its number in the ledger.
+    pub number: i64,
+    /// The draft that named it, if it needed an approval.
+    pub draft: Option<i64>,
 }
 
 /// Result of [`EffectLedger::begin_effect`].
@@ -154,6 +175,15 @@ pub enum EffectOutcome {
     Done(String),
     /// It was not carried out; what the model is told, as JSON.
     Failed(String),
+    /// It was approved and is not begun, for this reason. It waits.
+    Waiting(String),
+    /// It was approved, has waited too long, and is never begun. A person has to be told.
+    Expired {
+        /// What the model is told, as JSON.
+        result: String,
+        /// Why it could not be made.
+        problem: String,
+    },
     /// There is no outcome yet, for this reason. Another attempt follows.
     Open(String),
     /// There is none, and a person has to find out.

@@ -27,6 +27,7 @@ use crate::desk::budget::{self, Ledger, ModelRunResult, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
 use crate::desk::desk_config::DeskConfig;
 use crate::desk::draft::{DraftLookup, DraftOutcome};
+use crate::desk::effect_call::UnresolvedCall;
 use crate::desk::effects::EffectLedger;
 use crate::desk::model::{
     Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
@@ -44,13 +45,13 @@ use crate::desk::prompt_versions::{PromptSource, PromptVersions};
 use crate::desk::provisional::{ProvisionalAnswers, ProvisionalWriter};
 use crate::desk::redaction::{Redaction, RedactionRules};
 use crate::desk::resolution::{
-    ModelOutcome, answer_context, record_only, resolve, resolve_planned,
+    ModelOutcome, answer_context, record_only, resolve, resolve_planned, resolve_unresolved,
 };
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
 use crate::desk::tool_calls::{DeskTools, RunTools, ToolStop};
 use crate::desk::toolbox::Toolbox;
-use crate::desk::tools::{TicketSearch, ToolEffect};
+use crate::desk::tools::{TicketSearch, ToolEffect, rejected};
 use crate::limits::{
     OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, TOOL_ROUNDS_MAX,
 };
@@ -106,6 +107,8 @@ enum Stop {
     BudgetExceeded,
     /// The model gives no answer that can be sent, for this reason.
     NoAnswer(String),
+    /// A person has to look at tool calls.
+    Person(Vec<UnresolvedCall>),
     /// A model call failed.
     Model(ModelError),
     Failed(HandlerError),
@@ -120,8 +123,9 @@ impl From<HandlerError> for Stop {
 impl From<ToolStop> for Stop {
     fn from(stop: ToolStop) -> Self {
         match stop {
-            ToolStop::Later(error) => Self::Failed(error),
-            ToolStop::Person(reason) => Self::NoAnswer(reason),
+            ToolStop::Later { after, reason } => Self::Failed(HandlerError::defer(after, reason)),
+            ToolStop::Failed(error) => Self::Failed(error),
+            ToolStop::Person(call) => Self::Person(vec![call]),
         }
     }
 }
@@ -275,8 +279,8 @@ impl Desk {
         record: &mut ModelRunRecord<'_>,
         (redaction, provisional): (&Redaction, Option<&ProvisionalWriter>),
     ) -> Result<ModelOutcome, Stop> {
-        if let Some(reason) = tools.unresolved() {
-            return Err(Stop::NoAnswer(reason.clone()));
+        if !tools.unresolved().is_empty() {
+            return Err(Stop::Person(tools.unresolved().to_vec()));
         }
         // Only the model and the session see placeholders; tools, budgets and replies have the values.
         let redacted = redaction.conversation(conversation);
@@ -297,6 +301,7 @@ impl Desk {
         let mut outcome =
             ModelOutcome { tools: tools.known_names().collect(), ..ModelOutcome::default() };
         let (mut round, mut raises, mut thread_bytes_max) = (0, 0, PROMPT_THREAD_BYTES_MAX);
+        let mut was_refused = false;
         loop {
             if round == TOOL_ROUNDS_MAX {
                 prompt.tools.clear();
@@ -340,16 +345,23 @@ impl Desk {
             if answer.calls.is_empty() {
                 return Ok(outcome);
             }
-            if prompt.tools.is_empty() {
-                let has_text = !answer.text.trim().is_empty() || may_be_empty;
-                let problem = "the model called tools until the limit and did not answer";
-                return if has_text {
-                    Ok(outcome)
-                } else {
-                    Err(Stop::NoAnswer(problem.to_owned()))
-                };
-            }
             prompt.turns.push(Turn::Assistant(answer.clone()));
+            if prompt.tools.is_empty() {
+                // What it wrote beside the calls is no answer.
+                outcome.text.clear();
+                if std::mem::replace(&mut was_refused, true) {
+                    let problem = "the model called tools until the limit and did not answer";
+                    let stop = Stop::NoAnswer(problem.to_owned());
+                    return if may_be_empty { Ok(outcome) } else { Err(stop) };
+                }
+                for call in &answer.calls {
+                    let result = rejected(call, "no more calls are possible; answer without them");
+                    session.record_tool_call(call, &result);
+                    let (call_id, content) = (call.id.clone(), result.content);
+                    prompt.turns.push(Turn::ToolResult { call_id, content });
+                }
+                continue;
+            }
             for call in &answer.calls {
                 let (search, scope) = (self.search.as_ref(), self.config.search);
                 let real = redaction.restore_call(call);
@@ -387,6 +399,7 @@ impl Desk {
             }
             Stop::Failed(error) => return Err(error),
             Stop::NoAnswer(reason) => reason,
+            Stop::Person(calls) => return Ok(ModelOutcome::unresolved(calls)),
             Stop::Model(error) if error.fault() == Fault::Content => error.to_string(),
             Stop::Model(error) => {
                 let after = match &error {
@@ -571,7 +584,10 @@ impl IssueHandler for Desk {
         // Also without an answer: what a person has approved is called, and what was begun is brought to its end.
         let mut tools = RunTools::open(&self.tools, &run, &conversation, self.pause(&run)).await?;
         if !conversation.needs_answer {
-            return Ok(record_only(&run, &conversation, None));
+            return Ok(match tools.unresolved() {
+                [] => record_only(&run, &conversation, None),
+                calls => resolve_unresolved(&run, &conversation, calls, policy),
+            });
         }
         let system = self.system_prompt(run.issue()).await?;
         let endpoints = self.models.in_order(&policy.models);

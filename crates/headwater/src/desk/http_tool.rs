@@ -23,6 +23,9 @@ use crate::text;
 /// Bytes of an error response that the model is told.
 const ERROR_BYTES_MAX: usize = 300;
 
+/// Bytes of an error response that is read as a whole, because it may be JSON.
+const ERROR_JSON_BYTES_MAX: u64 = 16 * 1024;
+
 /// Settings of an HTTP tool.
 #[derive(Clone, Debug)]
 pub struct HttpToolConfig {
@@ -276,9 +279,32 @@ impl HttpTool {
 
     async fn error_text(response: Response) -> String {
         let status = response.status();
-        let body = http_client::read_prefix(response, ERROR_BYTES_MAX).await;
-        let body = text::one_line(&String::from_utf8_lossy(&body), ERROR_BYTES_MAX);
+        let length = response.content_length().filter(|length| *length <= ERROR_JSON_BYTES_MAX);
+        let length = length.and_then(|length| usize::try_from(length).ok());
+        let body =
+            http_client::read_prefix(response, length.unwrap_or_default().max(ERROR_BYTES_MAX))
+                .await;
+        // Redaction finds no value behind an escape of JSON for certain, so the texts of JSON are shown without its syntax.
+        let body = match serde_json::from_slice(&body) {
+            Ok(json @ (Json::Object(_) | Json::Array(_))) => plain_text(&json),
+            _ => String::from_utf8_lossy(&body).into_owned(),
+        };
+        let body = text::one_line(&body, ERROR_BYTES_MAX);
         format!("status {status}: {body}").trim_end_matches(": ").to_owned()
+    }
+}
+
+/// The values of JSON with their names, as a text. The parser limits the depth.
+fn plain_text(json: &Json) -> String {
+    match json {
+        Json::String(text) => text.clone(),
+        Json::Array(items) => items.iter().map(plain_text).collect::<Vec<_>>().join(", "),
+        Json::Object(fields) => {
+            let fields =
+                fields.iter().map(|(name, value)| format!("{name}: {}", plain_text(value)));
+            fields.collect::<Vec<_>>().join(", ")
+        }
+        other => other.to_string(),
     }
 }
 
@@ -340,5 +366,17 @@ impl Tool for HttpTool {
             }
             _ => Err(ToolError::Unknown(Self::error_text(response).await)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_texts_of_an_error_in_json_are_shown_without_its_syntax() {
+        let error = json!({"error": {"code": 7, "note": "card:\n4111 1111 1111 1111"}, "more": ["a", null]});
+        let shown = text::one_line(&plain_text(&error), ERROR_BYTES_MAX);
+        assert_eq!(shown, "error: code: 7, note: card: 4111 1111 1111 1111, more: a, null");
     }
 }

@@ -38,7 +38,8 @@ pub mod http_tool;
 
 pub(crate) mod redaction;
 
-pub(crate) mod tool_calls;
+pub(crate) mod effect_call;
+mod tool_calls;
 
 pub mod prompt_versions;
 

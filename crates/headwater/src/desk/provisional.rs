@@ -61,7 +61,7 @@ const KEPT: Retention =
     Retention { max_len: Some(200), max_age: Some(Duration::from_secs(60)), max_bytes: None };
 
 /// The stream of updates, and the prefix of the sets that announce listeners. Both are internal to the server.
-const STREAM: &str = "streaming:mq:desk:provisional";
+pub(crate) const PROVISIONAL_STREAM: &str = "streaming:mq:desk:provisional";
 const LISTENERS: &str = "streaming:mq:desk:listeners:";
 
 // Several repetitions may be lost before a listener drops an answer.
@@ -461,7 +461,7 @@ impl Drop for ProvisionalWriter {
 }
 
 fn stream() -> StreamName {
-    StreamName::new(STREAM).expect("the name is valid")
+    StreamName::new(PROVISIONAL_STREAM).expect("the name is valid")
 }
 
 fn listeners_of(ticket_id: Uuid) -> SetName {

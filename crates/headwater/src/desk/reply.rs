@@ -55,12 +55,30 @@ pub struct DeskReply {
     pub session_id: Option<String>,
     /// Id of the newest event log that the run has seen. If newer ones were recorded before the commit, the reply is
     /// stale and is not sent. `None`: it is always sent. A hand-over is never stale; only a ticket that was reopened
-    /// after this event log is not handed over.
+    /// after this event log is not handed over, unless a person has to be told about tool calls.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub up_to: Option<i64>,
     /// Events, tokens and cost of the run, for analytics.
     #[serde(flatten)]
     pub run: RunMetrics,
+}
+
+/// Payload of a hand-over with facts that only the people of the support team may see. `reply.content` is for everybody.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct HandOverReply {
+    #[serde(flatten)]
+    pub(crate) reply: DeskReply,
+    /// The facts. `None`: `reply.content` has them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) internal: Option<String>,
+}
+
+impl HandOverReply {
+    /// Encodes it as an outbox row.
+    pub(crate) fn into_row(self) -> NewOutboxRow {
+        let payload = serde_json::to_string(&self).expect("texts and numbers are JSON");
+        NewOutboxRow { payload, ..self.reply.into_row(ReplyTarget::HandOver) }
+    }
 }
 
 impl DeskReply {

@@ -6,27 +6,30 @@
 //! of its own that the end of the run does not cut off. A call that has an outcome is not made again for the same request; one
 //! without an outcome is repeated with the same key, looked up, or given to a person, before the model is asked. A call that
 //! needs an approval is only planned. Every problem of a tool is an answer to the model; none fails a run. While a tool fails
-//! for several issues, only single calls test it, so that it holds no slots of the worker; calls without an outcome wait.
+//! for several issues, only single calls test it, so that it holds no slots of the worker; calls without an outcome wait. An
+//! approved call that cannot be made waits for [`EFFECT_RESOLVE_FOR`] at most, and not beyond the next message of the user. No
+//! call waits for one of another tool. The ledger alone decides what a person has to be told, so that a crash hides nothing.
 
 use std::collections::{HashMap, HashSet};
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::FutureExt;
-use headwater_issue::{ClaimEpoch, HandlerError, Issue, IssueId, Run};
-use metrics::counter;
+use headwater_issue::{EventLog, HandlerError, Issue, IssueId, Run};
+use headwater_stream::clock::Timestamp;
 use serde_json::{Value as Json, json};
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::desk::breaker::{BreakerOpen, CallPermit, CircuitBreaker};
 use crate::desk::conversation::Conversation;
-use crate::desk::effects::{
-    Effect, EffectBegin, EffectLedger, EffectOutcome, EffectStatus, PlannedCall, canonical_json,
+use crate::desk::draft::DECISION_SOURCE;
+use crate::desk::effect_call::{
+    Attempt, Attempted, EffectCall, ToolResponse, UnresolvedCall, count, failure, limited,
+    response_of, success, with_outcome,
 };
+use crate::desk::effects::{Effect, EffectLedger, EffectOutcome, EffectStatus, PlannedCall};
 use crate::desk::model::{ModelAnswer, ToolCall, ToolSpec, Turn};
 use crate::desk::prompt::escaped_json;
 use crate::desk::redaction::Redaction;
@@ -36,26 +39,23 @@ use crate::desk::tools::{self, BUILT_IN, SearchScope, TicketSearch, ToolOutcome,
 use crate::limits::EFFECT_RESOLVE_FOR;
 use crate::text;
 
-/// Counter of tool calls. Labels: `tool`, `result` (`ok`, `failed`, `unknown`, `planned`, `invalid`, `known`, `stopped`).
-pub(crate) const TOOL_CALLS: &str = "headwater_tool_calls_total";
-
-/// How much longer than its timeout an attempt counts as being in progress: time to commit its intent before, and a
-/// reserve after it, in which the request may still be on its way.
-const LEASE_BEFORE: Duration = Duration::from_secs(2);
-const LEASE_AFTER: Duration = Duration::from_secs(1);
-
-/// How long an outcome is recorded again while the database is unavailable, and the pause in between.
-const RECORD_FOR: Duration = Duration::from_secs(60);
-const RECORD_PAUSE: Duration = Duration::from_millis(250);
-
 /// How long [`DeskTools::close`] waits.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Time for the end of a run whose tools have answered.
+const END_OF_RUN: Duration = Duration::from_secs(2);
+
+/// Bytes of the reason for which a call waits or was given up. It may be a text of the service, which can be of any kind.
+const PROBLEM_BYTES_MAX: usize = 300;
 
 /// What the model is told about a tool that is not called.
 const NOT_RESPONDING: &str = "the tool does not respond; do not call it again now";
 
-/// Bytes of arguments in a sentence for a person.
-const SHOWN_ARGUMENTS_BYTES_MAX: usize = 200;
+/// Why a call is not made after another one of the same run.
+const NO_OUTCOME: &str = "another call of this run had no outcome";
+
+/// What the model is told about a call whose outcome a person has to find out.
+const TOLD_UNKNOWN: &str = "it is unknown whether this call was carried out; a person was told to check it; do not make it again";
 
 /// The tools of a desk, and the calls in progress.
 #[derive(Debug, Default)]
@@ -109,15 +109,17 @@ impl DeskTools {
 /// Why a run cannot go on after a call.
 #[derive(Debug)]
 pub(super) enum ToolStop {
-    /// The run is repeated later.
-    Later(HandlerError),
-    /// A person has to take over, for this reason.
-    Person(String),
+    /// The call has to wait: the run is repeated after this time. Other calls can be made.
+    Later { after: Duration, reason: String },
+    /// The run cannot continue: the ledger is unavailable, or the claim is lost.
+    Failed(HandlerError),
+    /// A person has to take over, because of this call.
+    Person(UnresolvedCall),
 }
 
 impl From<HandlerError> for ToolStop {
     fn from(error: HandlerError) -> Self {
-        Self::Later(error)
+        Self::Failed(error)
     }
 }
 
@@ -125,8 +127,7 @@ impl From<HandlerError> for ToolStop {
 pub(super) struct RunTools<'a> {
     desk: &'a DeskTools,
     run: &'a Run,
-    user: Option<&'a str>,
-    request: i64,
+    conversation: &'a Conversation,
     specs: Vec<ToolSpec>,
     /// Calls of this request with an outcome.
     known: Vec<Effect>,
@@ -138,8 +139,8 @@ pub(super) struct RunTools<'a> {
     unavailable: HashSet<String>,
     /// Pause before a run that cannot go on is repeated.
     pause: Duration,
-    /// Why a person has to take over.
-    unresolved: Option<String>,
+    /// The calls because of which a person has to take over.
+    unresolved: Vec<UnresolvedCall>,
 }
 
 impl<'a> RunTools<'a> {
@@ -155,50 +156,70 @@ impl<'a> RunTools<'a> {
         let mut tools = Self {
             desk,
             run,
-            user: conversation.user_id.as_deref(),
-            request: request.0,
+            conversation,
             specs: desk.specs(issue),
             known: Vec::new(),
             settled: Vec::new(),
             planned: Vec::new(),
             unavailable: HashSet::new(),
             pause,
-            unresolved: None,
+            unresolved: Vec::new(),
         };
         let Some(ledger) = desk.ledger.clone() else { return Ok(tools) };
         let issue_id = issue.id;
-        let effects = desk.apart(async move { ledger.effects_of(issue_id, request).await }).await?;
+        let reading = desk.apart(async move { ledger.effects_of(issue_id, request).await });
+        let mut effects = reading.await?;
+        // First those that were never begun: one that gets no response, whenever it is repeated, must not hold them back.
+        effects.sort_by_key(|effect| effect.status == EffectStatus::Started);
+        let mut waiting = Vec::new();
         for effect in effects {
-            let effect = match effect.status {
-                EffectStatus::Approved | EffectStatus::Started => {
-                    match tools.settle(effect).await {
-                        Ok(effect) => {
-                            tools.settled.push((as_call(&effect), tool_outcome(&effect)));
-                            effect
-                        }
-                        Err(ToolStop::Later(error)) => return Err(error),
-                        Err(ToolStop::Person(reason)) => {
-                            tools.unresolved = Some(reason);
-                            continue;
-                        }
-                    }
-                }
-                EffectStatus::Unknown => {
-                    tools.unresolved = Some(facts(&effect));
+            match effect.status {
+                EffectStatus::Approved | EffectStatus::Started => {}
+                _ => {
+                    tools.add(effect);
                     continue;
                 }
-                _ => effect,
+            }
+            let tool = desk.toolbox.find(&effect.call.tool, &issue.integration);
+            let timeout = tool.map_or(Duration::ZERO, |tool| tool.definition().timeout);
+            // A call, the look-up after it, and the end of the run: a run that takes too long counts as failed.
+            let has_time = waiting.is_empty() || run.time_left() >= 2 * timeout + END_OF_RUN;
+            let settled = match has_time {
+                true => tools.settle(effect).await,
+                false => tools.postpone(effect).await,
             };
-            if effect.call.request == tools.request {
-                tools.known.push(effect);
+            match settled {
+                Ok(effect) => {
+                    tools.settled.push((as_call(&effect), tool_outcome(&effect)));
+                    tools.add(effect);
+                }
+                // The others do not wait for it: otherwise they would be made late, and after the user has written "stop".
+                Err(ToolStop::Later { after, reason }) => waiting.push((after, reason)),
+                Err(ToolStop::Failed(error)) => return Err(error),
+                Err(ToolStop::Person(call)) => tools.unresolved.push(call),
             }
         }
+        // A run that hands the issue over is the last one, so it has to wait for all calls, too.
+        if let Some((after, reason)) = waiting.into_iter().min_by_key(|(after, _)| *after) {
+            return Err(HandlerError::defer(after, reason));
+        }
+        tools.known.sort_by_key(|effect| effect.number);
         Ok(tools)
     }
 
-    /// Why a person has to take over, instead of the model.
-    pub(super) fn unresolved(&self) -> Option<&String> {
-        self.unresolved.as_ref()
+    /// Adds a call with an outcome: a person has to be told about it first, or the model sees it.
+    fn add(&mut self, effect: Effect) {
+        let was_told = self.conversation.told_effects.contains(&effect.told());
+        match UnresolvedCall::of(&effect).filter(|_| !was_told) {
+            Some(call) => self.unresolved.push(call),
+            None if effect.call.request == self.conversation.request.0 => self.known.push(effect),
+            None => {}
+        }
+    }
+
+    /// The calls because of which a person has to take over, instead of the model.
+    pub(super) fn unresolved(&self) -> &[UnresolvedCall] {
+        &self.unresolved
     }
 
     pub(super) fn specs(&self) -> &[ToolSpec] {
@@ -245,7 +266,7 @@ impl<'a> RunTools<'a> {
         let issue = self.run.issue();
         let integration = &issue.integration;
         if BUILT_IN.contains(&call.name.as_str()) {
-            return Ok(tools::call(call, &self.specs, issue, search, scope, self.user).await);
+            return Ok(tools::call(call, &self.specs, issue, search, scope, self.user()).await);
         }
         let Some(tool) = self.desk.toolbox.find(&call.name, integration).cloned() else {
             // Not with the name that the model has invented.
@@ -265,16 +286,20 @@ impl<'a> RunTools<'a> {
         }
         if !tool.definition().is_recorded() {
             let key = Uuid::now_v7().to_string();
-            let request = ToolRequest::new(issue, self.user, &call.name, arguments, key);
+            let request = ToolRequest::new(issue, self.user(), &call.name, arguments, key);
             return Ok(self.call_unrecorded(call, tool.as_ref(), &request).await);
         }
-        let planned = PlannedCall { tool: call.name.clone(), arguments, request: self.request };
-        let digest = planned.digest();
-        if let Some(known) = self.known.iter().find(|known| known.call.digest() == digest) {
+        let request = self.conversation.request.0;
+        let planned = PlannedCall { tool: call.name.clone(), arguments, request };
+        let (digest, approval) = (planned.digest(), tool.definition().approval);
+        // One that was approved and never made may be approved again.
+        let has_outcome = |known: &&Effect| !(approval && known.was_not_made());
+        let known = self.known.iter().filter(has_outcome);
+        if let Some(known) = known.into_iter().find(|known| known.call.digest() == digest) {
             count(&call.name, "known");
             return Ok(tool_outcome(known));
         }
-        if tool.definition().approval {
+        if approval {
             count(&call.name, "planned");
             if !self.planned.contains(&planned) {
                 self.planned.push(planned);
@@ -289,6 +314,10 @@ impl<'a> RunTools<'a> {
         let outcome = tool_outcome(&effect);
         self.known.push(effect);
         Ok(outcome)
+    }
+
+    fn user(&self) -> Option<&str> {
+        self.conversation.user_id.as_deref()
     }
 
     /// The answer to a call that is not made because the tool fails for other issues, too.
@@ -309,12 +338,7 @@ impl<'a> RunTools<'a> {
         };
         let limit = tool.definition().timeout;
         let result = limited(tool.call(request), limit).await;
-        if let Some(permit) = permit {
-            match &result {
-                Ok(_) | Err(ToolError::Rejected(_)) => permit.succeeded(),
-                Err(error) => permit.tool_failed(&error.to_string(), Instant::now()),
-            }
-        }
+        report(permit, &response_of(&result));
         let error = match result {
             Ok(result) => {
                 count(&call.name, "ok");
@@ -337,16 +361,20 @@ impl<'a> RunTools<'a> {
         let arguments = effect.call.arguments.to_string();
         let checked = self.desk.toolbox.arguments(&effect.call.tool, integration, &arguments);
         let is_new = effect.status == EffectStatus::Approved;
+        // It has waited too long, even if the tool responds now.
+        let waited = effect.problem.clone().filter(|_| is_new && self.is_void(&effect));
+        if let Some(problem) = waited {
+            return self.wait(effect, &problem, Duration::ZERO).await;
+        }
         let tool = match (tool, checked) {
             (Some(tool), Ok(_)) => tool,
-            (None, _) | (_, Err(_)) if is_new => {
-                let problem = "the tool is not configured any more, or its parameters have changed";
-                let content = failure(problem);
-                return self.end(effect, EffectOutcome::Failed(content)).await;
-            }
+            // Perhaps only in this process, which has other settings than the one that began the call.
             _ => {
-                let problem = "the tool is not configured any more";
-                return self.end_unknown(effect, problem.to_owned()).await;
+                let problem = "the tool is not configured any more, or its parameters have changed";
+                return match is_new {
+                    true => self.wait(effect, problem, Duration::ZERO).await,
+                    false => self.give_up_late(effect, problem).await,
+                };
             }
         };
         if !is_new && !effect.lease_left.is_zero() {
@@ -356,18 +384,24 @@ impl<'a> RunTools<'a> {
         if !is_new && recovery == ToolRecovery::Person {
             let problem = effect.problem.clone();
             let problem = problem.unwrap_or_else(|| "the process ended during the call".into());
-            return self.end_unknown(effect, problem).await;
+            return self.end(effect, EffectOutcome::Unknown(problem)).await;
         }
-        let permit = match self.desk.admit(&effect.call.tool, self.run.issue().id) {
+        let admitted = match self.unavailable.contains(&effect.call.tool) {
+            true => {
+                Err(BreakerOpen { last_error: NO_OUTCOME.to_owned(), ..BreakerOpen::default() })
+            }
+            false => self.desk.admit(&effect.call.tool, self.run.issue().id),
+        };
+        let permit = match admitted {
             Ok(permit) => permit,
             Err(open) => {
                 count(&effect.call.tool, "stopped");
                 let problem = format!("the tool does not respond: {}", open.last_error);
-                if !is_new && effect.age >= EFFECT_RESOLVE_FOR {
-                    return self.end_unknown(effect, problem).await;
+                if is_new {
+                    return self.wait(effect, &problem, open.after).await;
                 }
-                let reason = format!("tool `{}`: {problem}", effect.call.tool);
-                return Err(HandlerError::defer(open.after.max(self.pause), reason).into());
+                self.pause = self.pause.max(open.after);
+                return self.give_up_late(effect, &problem).await;
             }
         };
         if is_new {
@@ -381,10 +415,63 @@ impl<'a> RunTools<'a> {
         }
     }
 
-    /// Gives a call without an outcome to a person.
-    async fn end_unknown(&self, effect: Effect, problem: String) -> Result<Effect, ToolStop> {
-        let effect = self.end(effect, EffectOutcome::Unknown(problem)).await?;
-        Err(ToolStop::Person(facts(&effect)))
+    /// Leaves a call to the next run, because no time is left in this one.
+    async fn postpone(&self, effect: Effect) -> Result<Effect, ToolStop> {
+        let reason = format!("no time is left for a call of `{}`", effect.call.tool);
+        if effect.status == EffectStatus::Started {
+            return Err(ToolStop::Later { after: self.pause, reason });
+        }
+        // Recorded as waiting: otherwise it would be made after the user has written "stop", and never expire.
+        let problem = effect.problem.clone().unwrap_or(reason);
+        self.wait(effect, &problem, Duration::ZERO).await
+    }
+
+    /// Whether a call that a person has approved, and that could not be made at once, is not made any more.
+    fn is_void(&self, effect: &Effect) -> bool {
+        effect.age >= EFFECT_RESOLVE_FOR || self.is_followed_by_a_message(effect)
+    }
+
+    /// A call that a person has approved cannot be made now. Nothing has begun, so it can be ended without a doubt.
+    async fn wait(
+        &self,
+        effect: Effect,
+        problem: &str,
+        after: Duration,
+    ) -> Result<Effect, ToolStop> {
+        let problem = text::one_line(problem, PROBLEM_BYTES_MAX);
+        if self.is_followed_by_a_message(&effect) {
+            let told = "the user wrote again; ask for the call again if it is still wanted, a person approves it again";
+            let failed = EffectOutcome::Failed(failure(&format!("not made: {problem}; {told}")));
+            return self.end(effect, failed).await;
+        }
+        if effect.age >= EFFECT_RESOLVE_FOR {
+            let result = failure(&format!("not made: {problem}"));
+            return self.end(effect, EffectOutcome::Expired { result, problem }).await;
+        }
+        let reason = format!("tool `{}`: {problem}", effect.call.tool);
+        self.end(effect, EffectOutcome::Waiting(problem)).await?;
+        Err(ToolStop::Later { after: after.max(self.pause), reason })
+    }
+
+    /// Whether the user wrote after a person had approved the call.
+    fn is_followed_by_a_message(&self, effect: &Effect) -> bool {
+        let is_decision = |event: &&EventLog| {
+            let payload = serde_json::from_str::<Json>(&event.payload).unwrap_or_default();
+            event.source == DECISION_SOURCE && payload["draft"].as_i64() == effect.draft
+        };
+        let decision = self.run.events().iter().find(is_decision);
+        let decided = decision.map(|event| event.id).unwrap_or_default();
+        self.conversation.newest_message.is_some_and(|message| message > decided)
+    }
+
+    /// Tries a call without an outcome again later, or gives it to a person.
+    async fn give_up_late(&self, effect: Effect, problem: &str) -> Result<Effect, ToolStop> {
+        let problem = text::one_line(problem, PROBLEM_BYTES_MAX);
+        if effect.age >= EFFECT_RESOLVE_FOR {
+            return self.end(effect, EffectOutcome::Unknown(problem)).await;
+        }
+        let reason = format!("tool `{}`: {problem}", effect.call.tool);
+        Err(ToolStop::Later { after: self.pause, reason })
     }
 
     async fn look_up(
@@ -408,16 +495,13 @@ impl<'a> RunTools<'a> {
         if let Some(permit) = permit {
             permit.tool_failed(&problem, Instant::now());
         }
-        if effect.age >= EFFECT_RESOLVE_FOR {
-            return self.end_unknown(effect, problem).await;
-        }
-        let reason = format!("tool `{}`: {problem}", effect.call.tool);
-        Err(HandlerError::defer(self.pause, reason).into())
+        self.unavailable.insert(effect.call.tool.clone());
+        self.give_up_late(effect, &problem).await
     }
 
     fn request_of(&self, call: &PlannedCall, key: Uuid) -> ToolRequest {
         let arguments = call.arguments.clone();
-        ToolRequest::new(self.run.issue(), self.user, &call.tool, arguments, key.to_string())
+        ToolRequest::new(self.run.issue(), self.user(), &call.tool, arguments, key.to_string())
     }
 
     /// Records an outcome without a call.
@@ -451,17 +535,10 @@ impl<'a> RunTools<'a> {
             request,
             attempt,
         };
-        let attempted = self.desk.apart(effect_call.make()).await?;
-        match (&attempted, permit) {
-            (Attempted::Ended(effect), Some(permit)) if effect.status == EffectStatus::Done => {
-                permit.succeeded();
-            }
-            (Attempted::Unresolved(effect), Some(permit)) => {
-                let problem = effect.problem.as_deref().unwrap_or_default();
-                permit.tool_failed(problem, Instant::now());
-            }
-            // Nothing was called, or the call was rejected at once.
-            _ => {}
+        let (attempted, response) = self.desk.apart(effect_call.make()).await?;
+        report(permit, &response);
+        if let (Attempted::Unresolved(_), ToolResponse::Failed(_)) = (&attempted, &response) {
+            self.unavailable.insert(call.tool.clone());
         }
         match attempted {
             Attempted::Ended(effect) => Ok(effect),
@@ -469,12 +546,12 @@ impl<'a> RunTools<'a> {
             Attempted::Unresolved(effect)
                 if recovery == ToolRecovery::Person || effect.status == EffectStatus::Unknown =>
             {
-                Err(ToolStop::Person(facts(&effect)))
+                Err(ToolStop::Person(UnresolvedCall::unknown(&effect)))
             }
             Attempted::Unresolved(effect) => {
                 let problem = effect.problem.as_deref().unwrap_or_default();
                 let reason = format!("tool `{}` gave no outcome: {problem}", call.tool);
-                Err(HandlerError::defer(self.pause, reason).into())
+                Err(ToolStop::Later { after: self.pause, reason })
             }
             Attempted::InProgress(left) => Err(in_progress(&call, left)),
             // The worker discards the result of this run.
@@ -485,155 +562,42 @@ impl<'a> RunTools<'a> {
     }
 }
 
+/// Tells the breaker of a tool what a call says about it.
+fn report(permit: Option<CallPermit<'_>>, response: &ToolResponse) {
+    match (permit, response) {
+        (Some(permit), ToolResponse::Useful) => permit.succeeded(),
+        (Some(permit), ToolResponse::Failed(problem)) => {
+            permit.tool_failed(problem, Instant::now());
+        }
+        _ => {}
+    }
+}
+
 fn in_progress(call: &PlannedCall, left: Duration) -> ToolStop {
     let reason = format!("a call of tool `{}` by an earlier run may be in progress", call.tool);
     // Usually it ends long before its lease.
-    HandlerError::defer(left.min(Duration::from_secs(1)), reason).into()
-}
-
-/// How an attempt came about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Attempt {
-    /// The call was not made before.
-    New,
-    /// The call may have been made before, with the same key.
-    Repeated,
-    /// The tool says that the call was not carried out.
-    LookedUp,
-}
-
-/// One attempt, on a task of its own.
-struct EffectCall {
-    ledger: Arc<dyn EffectLedger>,
-    tool: Arc<dyn Tool>,
-    issue_id: IssueId,
-    epoch: ClaimEpoch,
-    call: PlannedCall,
-    request: ToolRequest,
-    attempt: Attempt,
-}
-
-/// Result of an attempt.
-enum Attempted {
-    Ended(Effect),
-    /// Without an outcome.
-    Unresolved(Effect),
-    InProgress(Duration),
-    Fenced,
-}
-
-impl EffectCall {
-    async fn make(mut self) -> Result<Attempted, String> {
-        let limit = self.tool.definition().timeout;
-        let lease = LEASE_BEFORE + limit + LEASE_AFTER;
-        let asked = Instant::now();
-        let begun = self.ledger.begin_effect(self.issue_id, self.epoch, &self.call, lease).await?;
-        let effect = match begun {
-            EffectBegin::Started(effect) => effect,
-            EffectBegin::Ended(effect) if effect.status == EffectStatus::Unknown => {
-                return Ok(Attempted::Unresolved(effect));
-            }
-            EffectBegin::Ended(effect) => return Ok(Attempted::Ended(effect)),
-            EffectBegin::InProgress(left) => return Ok(Attempted::InProgress(left)),
-            EffectBegin::Fenced => return Ok(Attempted::Fenced),
-        };
-        self.request.idempotency_key = effect.key.to_string();
-        // A slow commit must not move the call beyond the lease, which began before it.
-        let left = (LEASE_BEFORE + limit).saturating_sub(asked.elapsed());
-        let result = match left.is_zero() {
-            true => Err(ToolError::NotCarriedOut("the database did not respond in time".into())),
-            false => limited(self.tool.call(&self.request), limit.min(left)).await,
-        };
-        let is_certain = self.attempt != Attempt::Repeated && effect.attempts == 1
-            || self.attempt == Attempt::LookedUp;
-        let outcome = match result {
-            Ok(result) => EffectOutcome::Done(success(&result)),
-            Err(ToolError::Rejected(problem)) => EffectOutcome::Failed(failure(&problem)),
-            Err(ToolError::NotCarriedOut(problem)) if is_certain => {
-                EffectOutcome::Failed(failure(&problem))
-            }
-            Err(error) => {
-                let gives_up = self.tool.definition().recovery == ToolRecovery::Person
-                    || effect.age >= EFFECT_RESOLVE_FOR;
-                let problem = text::one_line(&error.to_string(), 500);
-                match gives_up {
-                    true => EffectOutcome::Unknown(problem),
-                    false => EffectOutcome::Open(problem),
-                }
-            }
-        };
-        let counted = match &outcome {
-            EffectOutcome::Done(_) => "ok",
-            EffectOutcome::Failed(_) => "failed",
-            EffectOutcome::Open(_) | EffectOutcome::Unknown(_) => "unknown",
-        };
-        count(&self.call.tool, counted);
-        self.record(&effect, &outcome).await?;
-        let effect = with_outcome(effect, &outcome);
-        Ok(match effect.status {
-            EffectStatus::Done | EffectStatus::Failed => Attempted::Ended(effect),
-            _ => Attempted::Unresolved(effect),
-        })
-    }
-
-    /// Records the outcome, which only this task knows, while the database may be unavailable.
-    async fn record(&self, effect: &Effect, outcome: &EffectOutcome) -> Result<(), String> {
-        let since = Instant::now();
-        loop {
-            match self.ledger.end_effect(effect.key, effect.attempts, outcome).await {
-                Err(error) if since.elapsed() < RECORD_FOR => {
-                    warn!(tool = self.call.tool, number = effect.number, %error, "outcome of a tool call not recorded; retrying");
-                    sleep(RECORD_PAUSE).await;
-                }
-                result => return result,
-            }
-        }
-    }
-}
-
-/// Calls a tool within a time. A panic is a call without a known outcome.
-async fn limited<T>(
-    calling: impl Future<Output = Result<T, ToolError>>,
-    limit: Duration,
-) -> Result<T, ToolError> {
-    match timeout(limit, AssertUnwindSafe(calling).catch_unwind()).await {
-        Ok(Ok(result)) => result,
-        Ok(Err(_)) => Err(ToolError::Unknown("the tool panicked".to_owned())),
-        Err(_) => Err(ToolError::Unknown(format!("no response within {limit:?}"))),
-    }
-}
-
-fn with_outcome(effect: Effect, outcome: &EffectOutcome) -> Effect {
-    let (status, result, problem) = match outcome {
-        EffectOutcome::Done(result) => (EffectStatus::Done, Some(result.clone()), None),
-        EffectOutcome::Failed(result) => (EffectStatus::Failed, Some(result.clone()), None),
-        EffectOutcome::Open(problem) => (EffectStatus::Started, None, Some(problem.clone())),
-        EffectOutcome::Unknown(problem) => (EffectStatus::Unknown, None, Some(problem.clone())),
-    };
-    Effect { status, result, problem, ..effect }
-}
-
-fn success(result: &Json) -> String {
-    escaped_json(&json!({"ok": true, "result": result}))
-}
-
-fn failure(problem: &str) -> String {
-    escaped_json(&json!({"ok": false, "error": text::one_line(problem, 500)}))
-}
-
-/// What the model is told about a call that a person has rejected.
-pub(crate) fn rejection(reason: Option<&str>) -> String {
-    let reason = reason.map_or(String::new(), |reason| format!(": {reason}"));
-    failure(&format!("a person rejected this call{reason}"))
+    ToolStop::Later { after: left.min(Duration::from_secs(1)), reason }
 }
 
 /// What the model is told about a call with an outcome.
 fn tool_outcome(effect: &Effect) -> ToolOutcome {
+    let content = effect.result.clone().unwrap_or_else(|| failure(TOLD_UNKNOWN));
     ToolOutcome {
-        content: effect.result.clone().unwrap_or_default(),
+        content: with_time(content, effect.ended_at),
         success: effect.status == EffectStatus::Done,
         arguments: effect.call.arguments.clone(),
         effect: None,
+    }
+}
+
+/// Adds to the outcome of an earlier run when it was recorded: a request may be open for weeks, and its results old.
+fn with_time(content: String, ended_at: Option<Timestamp>) -> String {
+    match (ended_at, serde_json::from_str(&content)) {
+        (Some(ended_at), Ok(Json::Object(mut fields))) => {
+            fields.insert("at".to_owned(), ended_at.to_rfc3339().into());
+            escaped_json(&fields)
+        }
+        _ => content,
     }
 }
 
@@ -651,19 +615,21 @@ fn finished(call: &ToolCall, content: &Json, success: bool) -> ToolOutcome {
     ToolOutcome { content: escaped_json(content), success, arguments, effect: None }
 }
 
-/// What a person has to know to find out what a call has done.
-fn facts(effect: &Effect) -> String {
-    let arguments = canonical_json(&effect.call.arguments);
-    let shown = text::cut(&arguments, SHOWN_ARGUMENTS_BYTES_MAX);
-    let since = effect.started_at.unwrap_or(effect.created_at).to_rfc3339();
-    let problem = effect.problem.as_deref().unwrap_or("no response");
-    format!(
-        "it is unknown whether the call of tool `{}` with {shown} at {since} was carried out ({problem}); \
-         check it at the service, idempotency key {}; `headwater effect show {}` shows it",
-        effect.call.tool, effect.key, effect.number
-    )
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn count(tool: &str, result: &'static str) {
-    counter!(TOOL_CALLS, "tool" => tool.to_owned(), "result" => result).increment(1);
+    #[test]
+    fn the_outcome_of_an_earlier_run_has_its_time() {
+        let ended_at = Some(Timestamp::from_millis(1_000));
+        let dated = with_time(success(&json!({"refunded": "<1>"})), ended_at);
+        let read: Json = serde_json::from_str(&dated).unwrap();
+        let expected =
+            json!({"at": "1970-01-01T00:00:01.000Z", "ok": true, "result": {"refunded": "<1>"}});
+        assert_eq!(read, expected);
+        assert!(!dated.contains('<'), "{dated}");
+        // The result of this run, and one that is no JSON, stay as they are.
+        assert_eq!(with_time("{}".to_owned(), None), "{}");
+        assert_eq!(with_time("text".to_owned(), ended_at), "text");
+    }
 }

@@ -4,14 +4,14 @@
 //! token is compared with all tokens in constant time; reading requires the role `read`, changes require `write`, and
 //! a route can require more. Cross-origin browser requests are rejected, except navigation to a page (CSRF
 //! protection). Without tokens only requests of this machine are served: with a loopback `Host` header, and not
-//! through a proxy.
+//! through a proxy: with no header that a proxy adds, and not in HTTP/1.0.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::Response;
 use base64::Engine;
@@ -65,17 +65,18 @@ impl Authenticator {
         &self.tokens
     }
 
-    /// The principal of a request with these headers.
+    /// The principal of a request in this version of HTTP with these headers.
     pub(super) fn authenticate(
         &self,
         method: &Method,
         path: &str,
+        version: Version,
         headers: &HeaderMap,
     ) -> Result<Principal, ApiError> {
         reject_cross_origin(method, path, headers)?;
         if self.tokens.is_empty() {
             reject_non_loopback_host(headers)?;
-            reject_proxied(headers)?;
+            reject_proxied(version, headers)?;
             return Ok(Principal::unlimited("local", Role::Admin));
         }
         let presented_token = presented_token(method, headers).ok_or_else(|| {
@@ -104,8 +105,8 @@ pub(crate) async fn require_authentication(
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let (method, path) = (request.method(), request.uri().path());
-    let principal = server.authenticator.authenticate(method, path, request.headers())?;
+    let (method, path, version) = (request.method(), request.uri().path(), request.version());
+    let principal = server.authenticator.authenticate(method, path, version, request.headers())?;
     let needed = if is_read_only(request.method()) { Role::Read } else { Role::Write };
     principal.require_role(needed)?;
     ScopedRequest::of(&request).check(&principal, &server.app).await?;
@@ -226,9 +227,14 @@ fn reject_non_loopback_host(headers: &HeaderMap) -> Result<(), ApiError> {
 const PROXY_HEADERS: [&str; 6] =
     ["forwarded", "via", "x-real-ip", "x-client-ip", "cf-connecting-ip", "true-client-ip"];
 
-/// Without tokens, everybody behind a proxy on this machine would be an admin: many proxies send a loopback `Host`. A
-/// proxy that adds no header cannot be recognized.
-fn reject_proxied(headers: &HeaderMap) -> Result<(), ApiError> {
+/// Without tokens, everybody behind a proxy on this machine would be an admin: many proxies send a loopback `Host`. HTTP/1.0
+/// is what older versions of nginx use for `proxy_pass`, without a header of their own. A proxy that uses HTTP/1.1 and adds no
+/// header cannot be recognized.
+fn reject_proxied(version: Version, headers: &HeaderMap) -> Result<(), ApiError> {
+    if version < Version::HTTP_11 {
+        let message = "no [[token]] is configured, and requests in HTTP/1.0 usually come through a proxy; use HTTP/1.1, or configure a [[token]]";
+        return Err(ApiError::new(StatusCode::FORBIDDEN, "proxied", message));
+    }
     let is_of_a_proxy = |name: &HeaderName| {
         let name = name.as_str();
         PROXY_HEADERS.contains(&name) || name.starts_with("x-forwarded-")
@@ -287,6 +293,7 @@ mod tests {
             authenticator().authenticate(
                 &Method::POST,
                 "/api/v1/x",
+                Version::HTTP_11,
                 &headers(&[("authorization", value)]),
             )
         };
@@ -296,7 +303,7 @@ mod tests {
         {
             assert_eq!(principal(wrong).unwrap_err().status(), StatusCode::UNAUTHORIZED, "{wrong}");
         }
-        let none = authenticator().authenticate(&Method::GET, "/", &headers(&[]));
+        let none = authenticator().authenticate(&Method::GET, "/", Version::HTTP_11, &headers(&[]));
         assert_eq!(none.unwrap_err().status(), StatusCode::UNAUTHORIZED);
     }
 
@@ -304,15 +311,23 @@ mod tests {
     fn basic_authentication_allows_reads_only() {
         let encoded = base64::engine::general_purpose::STANDARD.encode(":bbbbbbbbbbbbbbbb");
         let basic = headers(&[("authorization", &format!("Basic {encoded}"))]);
-        assert_eq!(authenticator().authenticate(&Method::GET, "/", &basic).unwrap().name, "bob");
-        assert!(authenticator().authenticate(&Method::POST, "/", &basic).is_err());
+        assert_eq!(
+            authenticator().authenticate(&Method::GET, "/", Version::HTTP_11, &basic).unwrap().name,
+            "bob"
+        );
+        assert!(
+            authenticator().authenticate(&Method::POST, "/", Version::HTTP_11, &basic).is_err()
+        );
     }
 
     #[test]
     fn without_tokens_cross_origin_and_foreign_hosts_are_rejected() {
         let open = Authenticator::new(&[]);
-        let look = |pairs: &[_]| open.authenticate(&Method::GET, "/", &headers(pairs));
-        let change = |pairs: &[_]| open.authenticate(&Method::POST, "/api/v1/x", &headers(pairs));
+        let look =
+            |pairs: &[_]| open.authenticate(&Method::GET, "/", Version::HTTP_11, &headers(pairs));
+        let change = |pairs: &[_]| {
+            open.authenticate(&Method::POST, "/api/v1/x", Version::HTTP_11, &headers(pairs))
+        };
         for host in ["localhost:8080", "127.0.0.1:8080", "[::1]:8080", "127.0.0.1"] {
             assert_eq!(look(&[("host", host)]).unwrap().role, Role::Admin, "{host}");
             assert!(change(&[("host", host)]).is_ok(), "{host}");
@@ -342,7 +357,7 @@ mod tests {
         }
         let mut two = headers(&[("host", "localhost")]);
         two.append(header::HOST, HeaderValue::from_static("evil.example"));
-        assert!(open.authenticate(&Method::GET, "/", &two).is_err());
+        assert!(open.authenticate(&Method::GET, "/", Version::HTTP_11, &two).is_err());
         let host = ("host", "localhost:8080");
         assert!(change(&[host, ("origin", "http://localhost:8080")]).is_ok());
         for other in ["https://evil.example", "null", "http://localhost:9999"] {
@@ -357,12 +372,31 @@ mod tests {
         let (open, host) = (Authenticator::new(&[]), ("host", "localhost:8080"));
         for name in ["x-forwarded-for", "x-forwarded-proto", "forwarded", "via", "x-real-ip"] {
             let proxied = headers(&[host, (name, "10.0.0.7")]);
-            let refused = open.authenticate(&Method::GET, "/", &proxied).unwrap_err();
+            let refused =
+                open.authenticate(&Method::GET, "/", Version::HTTP_11, &proxied).unwrap_err();
             assert_eq!(refused.code(), "proxied", "{name}");
             let bearer = ("authorization", "Bearer bbbbbbbbbbbbbbbb");
             let proxied = headers(&[host, (name, "10.0.0.7"), bearer]);
-            assert!(authenticator().authenticate(&Method::GET, "/", &proxied).is_ok(), "{name}");
+            assert!(
+                authenticator().authenticate(&Method::GET, "/", Version::HTTP_11, &proxied).is_ok(),
+                "{name}"
+            );
         }
+    }
+
+    #[test]
+    fn without_tokens_requests_in_http_1_0_are_rejected() {
+        let (open, host) = (Authenticator::new(&[]), ("host", "localhost:8080"));
+        let look = |authenticator: &Authenticator, version, pairs: &[_]| {
+            authenticator.authenticate(&Method::GET, "/", version, &headers(pairs))
+        };
+        for version in [Version::HTTP_11, Version::HTTP_2] {
+            assert!(look(&open, version, &[host]).is_ok(), "{version:?}");
+        }
+        let refused = look(&open, Version::HTTP_10, &[host]).unwrap_err();
+        assert_eq!(refused.code(), "proxied");
+        let bearer = ("authorization", "Bearer bbbbbbbbbbbbbbbb");
+        assert!(look(&authenticator(), Version::HTTP_10, &[host, bearer]).is_ok());
     }
 
     #[test]
@@ -375,7 +409,7 @@ mod tests {
                 ("sec-fetch-mode", mode),
                 ("sec-fetch-dest", dest),
             ];
-            open.authenticate(&Method::GET, path, &headers(&pairs))
+            open.authenticate(&Method::GET, path, Version::HTTP_11, &headers(&pairs))
                 .map_err(|refusal| refusal.code())
         };
         for path in ["/", "/metrics", "/api/v1/sql", "/api/v1/doctor"] {

@@ -7,7 +7,7 @@
 //! console only, not by the API.
 
 use axum::extract::{Request, State};
-use axum::http::{Extensions, HeaderMap, Method, StatusCode, header};
+use axum::http::{Extensions, HeaderMap, Method, StatusCode, Version, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::{get, post};
@@ -73,7 +73,9 @@ async fn require_user(
     next: Next,
 ) -> Response {
     let (method, uri, headers) = (request.method(), request.uri(), request.headers());
-    let (principal, has_session) = match authenticate(&server, method, uri.path(), headers) {
+    let version = request.version();
+    let (principal, has_session) = match authenticate(&server, method, uri.path(), version, headers)
+    {
         Ok(found) => found,
         Err(refusal) if refusal.code() == NO_SESSION && is_read_only(method) => {
             let address = uri.path_and_query().map_or(HOME, |address| address.as_str());
@@ -94,12 +96,13 @@ fn authenticate(
     server: &HttpServer,
     method: &Method,
     path: &str,
+    version: Version,
     headers: &HeaderMap,
 ) -> Result<(Principal, bool), ApiError> {
     let authenticator = &server.authenticator;
     let has_header = headers.contains_key(header::AUTHORIZATION);
     let found = if has_header || authenticator.tokens().is_empty() {
-        (authenticator.authenticate(method, path, headers)?, false)
+        (authenticator.authenticate(method, path, version, headers)?, false)
     } else {
         auth::reject_cross_origin(method, path, headers)?;
         let cookie = presented_cookie(headers);

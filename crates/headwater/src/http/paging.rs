@@ -11,6 +11,9 @@ use crate::http::ApiError;
 /// Maximum bytes of a page, as stored in the database. The last row may exceed it.
 pub(crate) const PAGE_BYTES_MAX: usize = 8 * 1024 * 1024;
 
+/// Rows that a list counts at most.
+pub(crate) const COUNT_MAX: usize = 10_000;
+
 /// Rows of the first read, while their size is unknown.
 const FIRST_READ_ROWS: usize = 8;
 

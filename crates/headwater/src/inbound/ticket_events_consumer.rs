@@ -182,7 +182,11 @@ pub(crate) async fn mark_erased(
     Ok(())
 }
 
-async fn is_erased(streams: &dyn Backend, ticket_id: Uuid) -> headwater_stream::Result<bool> {
+/// Whether a ticket was erased, within the last 24 hours.
+pub(crate) async fn is_erased(
+    streams: &dyn Backend,
+    ticket_id: Uuid,
+) -> headwater_stream::Result<bool> {
     let found = streams.set_contains(&processed_messages(ticket_id)?, &[ERASED]).await?;
     Ok(found.first() == Some(&true))
 }

@@ -17,13 +17,14 @@ use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use reqwest::Client;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio_rustls::rustls::SignatureScheme;
 use tokio_rustls::rustls::crypto::ring::sign::any_supported_type;
 use tokio_rustls::rustls::pki_types::PrivateKeyDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::sign::SigningKey;
 
+use crate::desk::conversation::installation_for;
 use crate::http_client;
 use crate::limits::ERROR_BODY_BYTES_MAX;
 use crate::outbound::http;
@@ -103,9 +104,8 @@ impl GithubApp {
             Some(id) => store.event_log(id).await.map_err(unavailable)?,
             None => None,
         };
-        let payload = event.map(|event| event.payload).unwrap_or_default();
-        let payload: Value = serde_json::from_str(&payload).unwrap_or_default();
-        payload.pointer("/installation/id").and_then(Value::as_u64).ok_or_else(|| {
+        let issue = store.issue(row.issue_id).await.map_err(unavailable)?;
+        installation_for(event.as_ref(), issue.as_ref()).ok_or_else(|| {
             let problem = "the webhook names no installation of the GitHub App; let the App send the webhooks, or set \
                            `installation_id` of the integration";
             DeliverError::Denied(problem.to_owned())

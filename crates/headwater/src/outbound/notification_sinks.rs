@@ -143,8 +143,9 @@ impl NotificationSink for SlackSink {
 
 /// Slack reads `&`, `<` and `>`; everything else of a user is shown as text.
 fn escaped(text: &str) -> String {
-    let text = text::cut(text, SLACK_TEXT_BYTES_MAX);
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    let shown = text::cut(text, SLACK_TEXT_BYTES_MAX);
+    let cut = if shown.len() < text.len() { " …" } else { "" };
+    format!("{shown}{cut}").replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
 fn ticket_text(event: &TicketEvent) -> String {

@@ -6,7 +6,9 @@
 //! Guarantees: an event is acknowledged after its receiver has accepted it, so that a crash repeats it under the same id (at
 //! least once). A failed attempt is repeated in place, with backoff, and adds no entry to the shared stream; at the attempt
 //! limit, or if the receiver rejects the event, it goes to the dead letters of its stream; so does an event that fails while the receiver
-//! accepts others, so that it does not keep them waiting. A slow or failing receiver delays only its own group. Entries that are not ticket events are skipped: the group of the desk keeps them as dead letters.
+//! accepts others, so that it does not keep them waiting. A slow or failing receiver delays only its own group. An event of an
+//! erased ticket is dropped; while it is unknown whether the ticket was erased, the event is released without an attempt, so that
+//! others are sent meanwhile. Entries that are not ticket events are skipped: the group of the desk keeps them as dead letters.
 //! Not here: replies of the desk, which the outbox delivers (`callback.rs`); order: the receiver may see events of a ticket
 //! in another order.
 
@@ -18,22 +20,24 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use headwater_issue::DeliverError;
 use headwater_queue::{ConsumerConfig, Message, Mode, Outcome, Queue, RetryPolicy, Subscription};
-use headwater_stream::{Backoff, GroupStart};
+use headwater_stream::{Backend, Backoff, GroupStart};
 use metrics::counter;
 use sha2::{Digest, Sha256};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
+use uuid::Uuid;
 
 use crate::inbound::ticket_events_consumer;
 use crate::limits::ENTRY_BYTES_MAX;
 use crate::tickets::desk_events::{DESK_EVENTS, DeskEvent, DeskEventType};
-use crate::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType};
+use crate::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType, Tickets};
 
 /// The consumer group of a receiver is this, followed by its id.
 pub const NOTIFICATION_GROUP_PREFIX: &str = "notification:";
 
-/// Counter of notifications. Labels: notification, result (`delivered`, `retried`, `dead`, `skipped`).
+/// Counter of notifications. Labels: notification, result (`delivered`; `retried`; `dead`; `skipped`; `waiting`: released because
+/// it is unknown whether the ticket was erased).
 pub const NOTIFICATIONS: &str = "headwater_notifications_total";
 
 /// Default of [`NotificationConfig::attempts`].
@@ -52,8 +56,13 @@ const BACKOFF: Backoff = Backoff::doubling(Duration::from_secs(1), Duration::fro
 const EVENT_ATTEMPTS_MAX: u32 = 10;
 /// Pause before an attempt that does not count is repeated, unless the receiver asked for another one.
 const UNCOUNTED_PAUSE: Duration = Duration::from_secs(30);
-/// Pause before an unavailable stream is tried again.
+/// Pause before an unavailable stream backend is asked again.
 const SUBSCRIBE_PAUSE: Duration = Duration::from_secs(1);
+/// Timeout of a question to the stream backend or the database whether a ticket was erased.
+const ERASURE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Pause before an event is released because it is unknown whether its ticket was erased. It paces the redeliveries, and is
+/// short, because the event keeps others waiting in it.
+const ERASURE_PAUSE: Duration = Duration::from_millis(500);
 /// How long shutdown waits for a request in flight.
 const DRAIN: Duration = Duration::from_secs(12);
 /// Deliveries without an outcome, because processes were killed. Sending cannot kill a process, so the limit is high.
@@ -181,6 +190,8 @@ pub struct NotificationForwarder {
     config: Arc<NotificationConfig>,
     sink: Arc<dyn NotificationSink>,
     shutdown: CancellationToken,
+    /// Decides about tickets that are marked as erased; see [`with_tickets`](Self::with_tickets).
+    tickets: Option<Tickets>,
     /// Events that the receiver has accepted.
     accepted: Arc<AtomicU64>,
 }
@@ -201,7 +212,14 @@ impl NotificationForwarder {
         shutdown: CancellationToken,
     ) -> Result<Self, String> {
         config.validate()?;
-        Ok(Self { config: Arc::new(config), sink, shutdown, accepted: Arc::default() })
+        let (config, accepted) = (Arc::new(config), Arc::default());
+        Ok(Self { config, sink, shutdown, tickets: None, accepted })
+    }
+
+    /// Lets the database decide about a ticket that is marked as erased, or whose mark cannot be read: while it exists, its events
+    /// are sent. Without tickets, the mark decides, which also a ticket has whose erasure was interrupted.
+    pub fn with_tickets(self, tickets: Tickets) -> Self {
+        Self { tickets: Some(tickets), ..self }
     }
 
     /// Runs until shutdown, then waits for requests in flight. Events that wait for their next attempt are released for other
@@ -244,16 +262,17 @@ impl NotificationForwarder {
             drain: DRAIN,
             ..ConsumerConfig::default()
         };
-        let forwarder = self.clone();
+        let (forwarder, streams) = (self.clone(), Arc::clone(queue.backend()));
         let handler = move |message: Message| {
-            let forwarder = forwarder.clone();
-            async move { forwarder.forward(topic, &message).await }
+            let (forwarder, streams) = (forwarder.clone(), Arc::clone(&streams));
+            async move { forwarder.forward(&*streams, topic, &message).await }
         };
         queue.subscribe(topic, &self.config.group(), handler, config).await
     }
 
-    /// Sends one event until the receiver accepts or rejects it, the attempts are used up, or the process shuts down.
-    async fn forward(&self, topic: &str, message: &Message) -> Outcome {
+    /// Sends one event until the receiver accepts or rejects it, the attempts are used up, its ticket is erased or that is unknown,
+    /// or the process shuts down.
+    async fn forward(&self, streams: &dyn Backend, topic: &str, message: &Message) -> Outcome {
         let received = match topic {
             DESK_EVENTS => self.read_desk(message).map(NotifiedEvent::Desk),
             _ => self.read(message).map(NotifiedEvent::Ticket),
@@ -261,9 +280,16 @@ impl NotificationForwarder {
         let Some(received) = received else {
             return self.counted("skipped", Outcome::Done);
         };
+        let ticket_id = match &received {
+            NotifiedEvent::Ticket(notification) => Some(notification.event.ticket_id),
+            NotifiedEvent::Desk(notification) => notification.event.ticket_id,
+        };
         let (mut attempts, mut delays) = (0, BACKOFF.timer());
         let accepted_before = self.accepted.load(Ordering::Relaxed);
         loop {
+            if let Some(outcome) = self.withhold(streams, ticket_id, message).await {
+                return outcome;
+            }
             let sending = async {
                 match &received {
                     NotifiedEvent::Ticket(event) => self.sink.notify(event).await,
@@ -279,7 +305,7 @@ impl NotificationForwarder {
                     return self.counted("delivered", Outcome::Done);
                 }
                 Err(DeliverError::Dead(problem)) => {
-                    return self.dead_letter(topic, message, &problem);
+                    return self.dead_letter(streams, ticket_id, topic, message, &problem).await;
                 }
                 Err(DeliverError::Retry(problem) | DeliverError::Denied(problem)) => {
                     attempts += 1;
@@ -287,7 +313,9 @@ impl NotificationForwarder {
                     let is_event_at_fault = accepts_others && attempts >= EVENT_ATTEMPTS_MAX;
                     if attempts >= self.config.attempts || is_event_at_fault {
                         let problem = format!("{problem} (attempt {attempts})");
-                        return self.dead_letter(topic, message, &problem);
+                        return self
+                            .dead_letter(streams, ticket_id, topic, message, &problem)
+                            .await;
                     }
                     (problem, delays.next_delay())
                 }
@@ -343,7 +371,62 @@ impl NotificationForwarder {
         is_chosen.then_some(DeskNotification { id, event })
     }
 
-    fn dead_letter(&self, topic: &str, message: &Message, problem: &str) -> Outcome {
+    /// The outcome of an event that must not be sent, because its ticket was erased or that is unknown; `None` if it may be sent.
+    async fn withhold(
+        &self,
+        streams: &dyn Backend,
+        ticket_id: Option<Uuid>,
+        message: &Message,
+    ) -> Option<Outcome> {
+        let error = match self.is_erased(streams, ticket_id?).await {
+            Ok(false) => return None,
+            Ok(true) => return Some(self.counted("skipped", Outcome::Done)),
+            Err(error) => error,
+        };
+        warn!(
+            notification = self.config.id, entry_id = %message.id, error,
+            "it is unknown whether the ticket was erased; the notification waits until the stream backend or the database answers"
+        );
+        tokio::select! {
+            () = self.shutdown.cancelled() => {}
+            () = sleep(ERASURE_PAUSE) => {}
+        }
+        // Released, because an event that waits here would keep those of other tickets waiting.
+        Some(self.counted("waiting", Outcome::Release))
+    }
+
+    /// Whether a ticket was erased; an error says why that is unknown.
+    async fn is_erased(&self, streams: &dyn Backend, ticket_id: Uuid) -> Result<bool, String> {
+        let late = |of: &str| format!("{of}: no answer within {ERASURE_TIMEOUT:?}");
+        let mark = ticket_events_consumer::is_erased(streams, ticket_id);
+        let marked = match timeout(ERASURE_TIMEOUT, mark).await {
+            Ok(Ok(false)) => return Ok(false),
+            Ok(Ok(true)) => Ok(true),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err(late("stream backend")),
+        };
+        let Some(tickets) = &self.tickets else { return marked };
+        // The mark is set before the ticket is deleted, and stays if the deletion fails. A ticket that does not exist and is not
+        // marked is one of another program that is not imported yet.
+        match timeout(ERASURE_TIMEOUT, tickets.ticket(ticket_id)).await {
+            Ok(Ok(Some(_))) => Ok(false),
+            Ok(Ok(None)) => marked,
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err(late("database")),
+        }
+    }
+
+    async fn dead_letter(
+        &self,
+        streams: &dyn Backend,
+        ticket_id: Option<Uuid>,
+        topic: &str,
+        message: &Message,
+        problem: &str,
+    ) -> Outcome {
+        if let Some(outcome) = self.withhold(streams, ticket_id, message).await {
+            return outcome;
+        }
         warn!(
             notification = self.config.id, topic, entry_id = %message.id, error = problem,
             "notification moved to dead letters; fix the receiver, then run `headwater dlq replay TOPIC`"

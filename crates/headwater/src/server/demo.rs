@@ -103,7 +103,7 @@ impl Demo {
                 format!("sqlite:{}", directory.path().join("headwater.db").display()).into();
         }
         if own_analytics {
-            settings.analytics_path = Some(directory.path().join("analytics.duckdb"));
+            settings.analytics.path = Some(directory.path().join("analytics.duckdb"));
         }
         let location = match (own_streams, own_database) {
             (true, true) => "no other services, data in a temporary directory".to_owned(),

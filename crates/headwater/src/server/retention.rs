@@ -2,7 +2,8 @@
 //!
 //! Upstream: `run.rs`. Downstream: `headwater_issue::history`, `tickets`, `telemetry::history` and `plans`. Guarantees: what is pending is never
 //! deleted; each batch is one short transaction; a failed pass is repeated after `retention.every`. Several processes may run it at
-//! once. Not here: outbox rows and dead letters (the sweep), sessions (their own maintenance), the audit log (its writer).
+//! once. `tables` says which setting bounds which table; the doctor warns about those that grow. Not here: outbox rows and dead
+//! letters (the sweep), sessions (their own maintenance), the audit log (its writer).
 
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use headwater_stream::clock::{Clock, SystemClock};
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
+use crate::api::doctor::tables;
 use crate::config::RetentionSettings;
 use crate::server::plans;
 use crate::telemetry::history::rows;
@@ -51,7 +53,7 @@ impl HistoryRetention {
     async fn run_once(&self) -> Result<(usize, usize), TicketError> {
         let store = self.tickets.store().as_ref();
         let (mut events, mut issues) = (0, 0);
-        if let Some(keep) = self.settings.events {
+        if let Some(keep) = (tables::EVENTS.keep)(&self.settings) {
             let mut next = Some(EventLogId::default());
             while let Some(after) = next {
                 let page = history::delete_event_logs(store, after, keep, BATCH).await?;
@@ -64,7 +66,8 @@ impl HistoryRetention {
                 sleep(PAUSE).await;
             }
         }
-        if let Some(idle_for) = self.settings.issues {
+        let keep_issues = (tables::ISSUES.keep)(&self.settings);
+        if let Some(idle_for) = keep_issues {
             let mut next = Some(IssueId::default());
             while let Some(after) = next {
                 let page = history::idle_issues(store, after, idle_for, BATCH).await?;
@@ -84,7 +87,7 @@ impl HistoryRetention {
         if let Err(error) = self.tickets.sum_model_runs().await {
             warn!(%error, "summing up model runs failed, retrying later");
         }
-        if let Some(keep) = self.settings.issues {
+        if let Some(keep) = keep_issues {
             self.tickets.delete_model_runs(keep).await?;
         }
         self.tickets.delete_old_usage().await?;

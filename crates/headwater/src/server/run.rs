@@ -50,6 +50,7 @@ use crate::server::shutdown::Running;
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 use crate::telemetry::history::MetricsHistory;
+use crate::telemetry::history::topics::TopicHistory;
 use crate::telemetry::{self, Telemetry};
 use crate::tickets::{OverdueAction, Tickets};
 
@@ -180,9 +181,10 @@ pub(crate) async fn run(
         .context("failed to start the outbox")?;
 
     // Analytics: only `serve` opens the DuckDB file.
-    let path = settings.analytics_path.as_deref().filter(|_| role == ProcessRole::Serve);
-    let analytics = Analytics::for_server(path, Arc::clone(&store), shutdown.clone());
-    if let Some(path) = path.filter(|_| analytics.is_enabled()) {
+    let mut analytics = settings.analytics.clone();
+    analytics.path = analytics.path.filter(|_| role == ProcessRole::Serve);
+    let analytics = Analytics::for_server(&analytics, Arc::clone(&store), shutdown.clone());
+    if let Some(path) = settings.analytics.path.as_deref().filter(|_| analytics.is_enabled()) {
         startup::announce_analytics(path, listening.address);
     }
 
@@ -230,6 +232,9 @@ pub(crate) async fn run(
     );
     let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), shutdown.clone());
     let operations = operations.context("failed to create the queue API")?;
+    // A worker has no routes that read it.
+    let topic_history =
+        (role == ProcessRole::Serve).then(|| Arc::clone(operations.topic_history()));
     let routes = match role {
         ProcessRole::Serve => {
             router::serve(&server, operations.clone(), analytics.clone(), extension_routes)
@@ -262,7 +267,8 @@ pub(crate) async fn run(
         tokio::select! { () = stopped => {}, () = releasing => {} }
     });
     let sampled = (Arc::clone(&store), Arc::clone(&streams), tickets.clone());
-    let sampling = sample(sampled, queue, telemetry.metrics.clone(), Arc::clone(&history));
+    let histories = (Arc::clone(&history), topic_history);
+    let sampling = sample(sampled, queue, telemetry.metrics.clone(), histories);
     let stopped = stop_requested();
     services.start("gauges", async move {
         tokio::select! { () = stopped => {}, () = sampling => {} }
@@ -303,8 +309,10 @@ pub(crate) async fn run(
     }
     if !notifications.is_empty() {
         let queue = notification_queue;
+        let forwarders: Vec<_> =
+            notifications.into_iter().map(|one| one.with_tickets(tickets.clone())).collect();
         services.start("notifications", async move {
-            join_all(notifications.iter().map(|one| one.run(&queue))).await;
+            join_all(forwarders.iter().map(|one| one.run(&queue))).await;
         });
     }
     if role == ProcessRole::Serve {
@@ -378,7 +386,7 @@ async fn sample(
     (store, streams, tickets): (Arc<dyn Store>, Arc<dyn Backend>, Tickets),
     queue: Queue,
     metrics: metrics_exporter_prometheus::PrometheusHandle,
-    history: Arc<MetricsHistory>,
+    (history, topic_history): (Arc<MetricsHistory>, Option<Arc<TopicHistory>>),
 ) {
     let mut sampler = queue.sampler(&[STREAM]).expect("the topic name is valid");
     let mut ticks = interval(SAMPLE_EVERY);
@@ -401,7 +409,11 @@ async fn sample(
             }
             Err(error) => debug!(%error, "failed to count hand-overs, gauges keep their values"),
         }
-        if let Err(error) = sampler.run_once().await {
+        let sampled = sampler.run_once().await;
+        if let Some(history) = &topic_history {
+            history.sample(&queue, sampler.measured(), sampled.is_ok()).await;
+        }
+        if let Err(error) = sampled {
             debug!(%error, "failed to sample topics, gauges keep their values");
         }
     }
@@ -481,4 +493,18 @@ fn outbox_config(work: &WorkSettings) -> OutboxConfig {
         backoff: OUTBOX_BACKOFF,
     };
     OutboxConfig { retry, deadline, ttl, ..OutboxConfig::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{RawSettings, SecretsPolicy, load};
+
+    #[test]
+    fn by_default_workers_renew_their_claims_and_heartbeats_every_15_s() {
+        let loaded = load(&RawSettings::default(), SecretsPolicy::Required).unwrap();
+        let config = worker_config(&loaded.settings.work);
+        assert_eq!(config.heartbeat_every, Duration::from_secs(15));
+        assert_eq!(config.heartbeat_every, WorkerConfig::default().heartbeat_every);
+    }
 }

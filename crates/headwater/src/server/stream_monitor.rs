@@ -93,14 +93,19 @@ impl StreamMonitor {
         let known = self.problem.lock().unwrap_or_else(PoisonError::into_inner).replace(new);
         let is_known = known == Some(new);
         let address = self.shown.as_str();
-        match error.is_transient() {
+        match error {
             _ if is_known => {}
-            true => warn!(
+            StreamError::Stopped { .. } => error!(
+                address,
+                error = text,
+                "stream backend has stopped; restart this process; until then, events are taken and processed from SQL"
+            ),
+            error if error.is_transient() => warn!(
                 address,
                 error = text,
                 "stream backend not reachable, retrying; events are taken and processed from SQL"
             ),
-            false => error!(
+            _ => error!(
                 address,
                 error = text,
                 "stream backend rejects this process; fix its password, ACL or `stream.url`; events are taken and processed from SQL"
@@ -114,9 +119,69 @@ pub(crate) fn reason(error: &StreamError) -> &'static str {
     match error {
         StreamError::Denied { .. } => "access denied, processing continues from SQL; see the log",
         StreamError::Full { .. } => "rejecting writes, processing continues from SQL; see the log",
+        StreamError::Stopped { .. } => {
+            "stopped after an error: restart this process; until then, processing continues from SQL; see the log"
+        }
         StreamError::Invalid { .. } | StreamError::Protocol { .. } => {
             "server not supported, processing continues from SQL; see the log"
         }
         _ => "no answer, processing continues from SQL; see the log",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use async_trait::async_trait;
+    use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+    use headwater_stream::{Fields, Options, Retention, StreamName, connect};
+
+    use super::*;
+
+    /// Panics while it is broken, inside of a call of the backend.
+    #[derive(Debug, Default)]
+    struct PanickingClock {
+        is_broken: AtomicBool,
+    }
+
+    #[async_trait]
+    impl Clock for PanickingClock {
+        fn now(&self) -> Timestamp {
+            assert!(!self.is_broken.load(Ordering::SeqCst), "the clock is broken");
+            SystemClock.now()
+        }
+
+        fn monotonic(&self) -> Duration {
+            assert!(!self.is_broken.load(Ordering::SeqCst), "the clock is broken");
+            SystemClock.monotonic()
+        }
+
+        async fn sleep(&self, duration: Duration) {
+            SystemClock.sleep(duration).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn a_backend_that_stopped_needs_a_restart_and_does_not_seem_to_work_again() {
+        let clock = Arc::new(PanickingClock::default());
+        let options = Options { clock: Arc::clone(&clock) as _, ..Options::default() };
+        let streams = connect("embedded:memory", &options).await.unwrap();
+        let monitor = StreamMonitor::open(streams.as_ref(), "here".to_owned()).await.unwrap();
+        assert_eq!(monitor.problem(), None);
+
+        clock.is_broken.store(true, Ordering::SeqCst);
+        let appending = Arc::clone(&streams);
+        let append = tokio::spawn(async move {
+            let stream = StreamName::new("s").unwrap();
+            let fields = Fields::new([("a", "b")]);
+            appending.append(&stream, &[fields], &Retention::KEEP_ALL).await
+        });
+        append.await.unwrap_err();
+        clock.is_broken.store(false, Ordering::SeqCst);
+
+        assert!(matches!(streams.probe().await, Err(StreamError::Stopped { .. })));
+        let monitor = StreamMonitor::open(streams.as_ref(), "here".to_owned()).await.unwrap();
+        assert!(monitor.problem().is_some_and(|problem| problem.contains("restart this process")));
     }
 }

@@ -35,6 +35,10 @@ const METRICS: &[(&str, &str)] = &[
     ("headwater_issues_processing_duration_seconds", "time from claim to the end of a run"),
     ("headwater_events_per_issue_batch", "events per run (a count)"),
     ("headwater_issues", "current issues, by `status`: `queued`, `processing`, `quarantined`"),
+    (
+        "headwater_issues_oldest_wait_seconds",
+        "longest time that a queued issue has waited, of the first 10,000 queued ones (a gauge)",
+    ),
     ("headwater_redis_pending_messages", "nudges delivered and not acknowledged"),
     ("headwater_nudges_total", "nudges, by `result`: `sent`, or `lost`, which the sweep repeats"),
     (
@@ -107,7 +111,7 @@ const METRICS: &[(&str, &str)] = &[
     ("headwater_ticket_entries_total", "consumed entries of `ticket_events`, by `result`"),
     (
         "headwater_notifications_total",
-        "ticket events for receivers of `[[notification]]`, by `notification` and `result`: `delivered`, `retried`, `dead`, `skipped`",
+        "ticket events for receivers of `[[notification]]`, by `notification` and `result`: `delivered`, `retried`, `dead`, `skipped`, `waiting` (for the stream backend or the database, to know whether the ticket was erased)",
     ),
     ("headwater_produced_total", "messages sent, by `result`"),
     ("headwater_consumed_total", "messages processed, by `result`"),
@@ -214,7 +218,7 @@ const METRICS: &[(&str, &str)] = &[
 ];
 
 /// Gauges whose names end like those of histograms.
-const GAUGES: [&str; 1] = ["headwater_outbox_lag_seconds"];
+const GAUGES: [&str; 2] = ["headwater_outbox_lag_seconds", "headwater_issues_oldest_wait_seconds"];
 
 /// Describes every metric to the recorder.
 pub(super) fn describe() {

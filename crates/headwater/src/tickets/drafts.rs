@@ -19,8 +19,8 @@ use sqlx::Error;
 use uuid::Uuid;
 
 use crate::desk::draft::{DECISION_SOURCE, DraftEffect, DraftLookup, DraftOutcome, DraftReply};
+use crate::desk::effect_call;
 use crate::desk::effects::{EffectStatus, PlannedCall};
-use crate::desk::tool_calls;
 use crate::desk::{DeskReply, ReplyTarget};
 use crate::tickets::desk_events::{DeskEvent, DeskEventType, EventIssue, NamedDraft};
 use crate::tickets::effects::{self, CallDecision};
@@ -482,7 +482,7 @@ impl Tickets {
             DraftDecision::Reject { reason } => Some(reason.as_ref()),
             _ => None,
         };
-        let told = reason.map(|reason| tool_calls::rejection(reason.map(String::as_str)));
+        let told = reason.map(|reason| effect_call::rejection(reason.map(String::as_str)));
         let (status, of_draft, event_type) = match reason {
             Some(_) => (EffectStatus::Rejected, DraftStatus::Rejected, "tool_calls_rejected"),
             None => (EffectStatus::Approved, DraftStatus::Approved, "tool_calls_approved"),
@@ -622,7 +622,8 @@ fn approved_rows(draft: &Draft, text: &str) -> Vec<KeyedOutboxRow> {
     let handed_over = ReplyTarget::HandOver.as_str();
     let hands_over = draft.effects.iter().find(|effect| effect.target == handed_over);
     effects.extend(hands_over.map(|effect| {
-        DeskEvent::handed_over(draft.event_issue(), &effect.reason, now()).keyed_row()
+        let reason = effect.internal.as_ref().unwrap_or(&effect.reason);
+        DeskEvent::handed_over(draft.event_issue(), reason, now()).keyed_row()
     }));
     let answer = KeyedOutboxRow { key, row: answer.into_row(ReplyTarget::Answer) };
     std::iter::once(answer).chain(effects).collect()

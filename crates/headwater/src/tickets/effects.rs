@@ -186,7 +186,7 @@ impl Tickets {
                  ended_at = headwater_ms(headwater_now())
              WHERE effect_key = $1 AND status IN ('started', 'unknown')";
         let ended = "UPDATE tool_effects SET status = $3, result = $4, problem = $5, lease_until = NULL,
-                 ended_at = CASE WHEN $3 = 'started' THEN NULL ELSE headwater_ms(headwater_now()) END
+                 ended_at = CASE WHEN $3 IN ('approved', 'started') THEN NULL ELSE headwater_ms(headwater_now()) END
              WHERE effect_key = $1 AND attempts = $2 AND status IN ('approved', 'started')";
         let key = key.to_string();
         let mut transaction = self.store.begin().await?;
@@ -197,6 +197,10 @@ impl Tickets {
                 return Ok(transaction.commit().await?);
             }
             EffectOutcome::Failed(result) => ("failed", Some(result.as_str()), None),
+            EffectOutcome::Waiting(problem) => ("approved", None, Some(problem.as_str())),
+            EffectOutcome::Expired { result, problem } => {
+                ("failed", Some(result.as_str()), Some(problem.as_str()))
+            }
             EffectOutcome::Open(problem) => ("started", None, Some(problem.as_str())),
             EffectOutcome::Unknown(problem) => ("unknown", None, Some(problem.as_str())),
         };
@@ -241,7 +245,8 @@ pub(super) struct CallDecision<'a> {
     pub(super) by: &'a str,
 }
 
-/// Adds a call without an attempt. An approval replaces a rejection; otherwise a call that is known stays as it is.
+/// Adds a call without an attempt. An approval replaces a rejection, and any decision an approved call that was not made;
+/// otherwise a call that is known stays as it is.
 pub(super) async fn insert(
     connection: StoreConnection<'_>,
     (issue_id, integration): (IssueId, &str),
@@ -253,8 +258,10 @@ pub(super) async fn insert(
          VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, headwater_ms(headwater_now()),
              CASE WHEN $8 = 'rejected' THEN headwater_ms(headwater_now()) END)
          ON CONFLICT (issue_id, request, digest) DO UPDATE SET status = excluded.status, result = excluded.result,
-             draft = excluded.draft, decided_by = excluded.decided_by, ended_at = excluded.ended_at
-         WHERE tool_effects.status = 'rejected' AND excluded.status = 'approved'";
+             draft = excluded.draft, decided_by = excluded.decided_by, created_at = excluded.created_at,
+             ended_at = excluded.ended_at, problem = NULL
+         WHERE tool_effects.status = 'rejected' AND excluded.status = 'approved'
+             OR tool_effects.status = 'failed' AND tool_effects.attempts = 0 AND excluded.status <> 'started'";
     let (key, digest) = (Uuid::now_v7().to_string(), call.digest());
     let arguments = canonical_json(&call.arguments);
     let status = decision.as_ref().map_or(EffectStatus::Started, |decision| decision.status);

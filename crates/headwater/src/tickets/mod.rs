@@ -33,6 +33,8 @@ pub(crate) use crate::tickets::draft_deadlines::OverdueAction;
 pub(crate) use crate::tickets::export::TicketExport;
 pub use crate::tickets::import::ImportOutcome;
 pub(crate) use crate::tickets::model_runs::{IssueUsage, StoredModelRun, tokens_and_cost};
+pub(crate) use crate::tickets::search::SEARCHED_MAX;
+pub use crate::tickets::search::{TicketSearchPage, TicketWords};
 pub(crate) use crate::tickets::sql::migrations::apply as migrate;
 pub(crate) use crate::tickets::store::ensure_schema;
 pub use crate::tickets::store::{INTEGRATION, Tickets};

@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 use std::sync::Arc;
 use uuid::Uuid;
 
+use crate::desk::reply::HandOverReply;
 use crate::desk::{DeskReply, ReplyTarget};
 use crate::tickets::sql::statements::{self, NewMessageRow};
 use crate::tickets::store::{
@@ -44,7 +45,11 @@ impl Tickets {
                 retry_on_conflict(|| self.close_once(ticket_id, row, reply)).await
             }
             ReplyTarget::HandOver => {
-                retry_on_conflict(|| self.hand_over_once(ticket_id, reply)).await
+                let payload = serde_json::from_str::<HandOverReply>(&row.payload).ok();
+                let internal = payload.and_then(|payload| payload.internal);
+                let has_facts = internal.is_some();
+                let reason = internal.as_ref().unwrap_or(&reply.content);
+                retry_on_conflict(|| self.hand_over_once(ticket_id, reply, reason, has_facts)).await
             }
             ReplyTarget::Draft | ReplyTarget::Note => Ok(()),
         };
@@ -122,21 +127,37 @@ impl Tickets {
         self.commit(transaction, ticket_id, &recorded).await
     }
 
-    async fn hand_over_once(&self, ticket_id: Uuid, reply: &DeskReply) -> Result<(), TicketError> {
+    /// Hands a ticket over. `has_facts`: the reason says what became of tool calls, so a person is told, too, who has the
+    /// ticket for another reason.
+    async fn hand_over_once(
+        &self,
+        ticket_id: Uuid,
+        reply: &DeskReply,
+        reason: &str,
+        has_facts: bool,
+    ) -> Result<(), TicketError> {
         let mut transaction = self.store.begin().await?;
         let ticket = self.locked(transaction.as_mut(), ticket_id).await?;
-        // The next run, or one since, sees the reopening, too, and ends the hand-over of the issue.
-        if let Some(up_to) = reply.up_to
+        // The next run, or one since, sees the reopening, too, and ends the hand-over of the issue. A person who
+        // reopened it before did not know the facts, and no run tells them again. A repeated delivery may tell them twice.
+        if !has_facts
+            && let Some(up_to) = reply.up_to
             && statements::was_reopened(transaction.connection(), ticket.issue_id, up_to).await?
         {
             return Ok(());
         }
         statements::change_ticket(transaction.connection(), ticket_id, ticket.status, true).await?;
-        let reason = &reply.content;
-        if !ticket.handed_over {
+        let known = ticket.hand_over_reason.as_deref().unwrap_or_default();
+        let adds_facts = ticket.handed_over && has_facts && !known.contains(reason);
+        if !ticket.handed_over || adds_facts {
             report_hand_over(transaction.as_mut(), &ticket, reason).await?;
         }
-        statements::describe_hand_over(transaction.connection(), ticket_id, reason, None).await?;
+        let connection = transaction.connection();
+        if adds_facts {
+            statements::add_hand_over_reason(connection, ticket_id, reason).await?;
+        } else {
+            statements::describe_hand_over(connection, ticket_id, reason, None).await?;
+        }
         transaction.commit().await?;
         self.notify_changed(ticket_id);
         Ok(())

@@ -19,7 +19,7 @@ use headwater_issue::{
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use metrics::counter;
-use tokio::sync::broadcast;
+use tokio::sync::{Semaphore, broadcast};
 use uuid::Uuid;
 
 use crate::desk::budget;
@@ -28,6 +28,7 @@ use crate::telemetry;
 use crate::tickets::desk_events::{DeskEvent, EventIssue};
 use crate::tickets::sql::migrations;
 use crate::tickets::sql::statements::{self, NewMessageRow, NewTicketRow, TicketVersion};
+use crate::tickets::sql::ticket_lists;
 use crate::tickets::ticket::{
     NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus, checked_agent, checked_content, checked_title, checked_user,
@@ -39,6 +40,9 @@ pub const INTEGRATION: &str = "desk";
 
 /// Maximum attempts of a transaction that conflicts with another one.
 const CONFLICTS_MAX: u32 = 5;
+
+/// Lists that a process searches for words at the same time. SQLite has 8 connections that read.
+pub(super) const SEARCHES_MAX: usize = 2;
 
 /// Buffered change notifications. A subscriber that lags further behind has to check every ticket.
 const CHANGES_MAX: usize = 1024;
@@ -70,6 +74,8 @@ pub struct Tickets {
     quiet: DebounceWindow,
     changes: broadcast::Sender<Uuid>,
     confirmations: CommitVerifier,
+    /// Searches of lists that may begin.
+    pub(super) searches: Arc<Semaphore>,
 }
 
 /// A change of a ticket within a transaction.
@@ -94,7 +100,9 @@ impl Tickets {
     /// The tickets of a database whose tables exist. Changes nothing.
     pub(crate) fn attach(store: Arc<dyn Store>, nudger: Nudger, quiet: DebounceWindow) -> Self {
         let (changes, _) = broadcast::channel(CHANGES_MAX);
-        Self { store, nudger, quiet, changes, confirmations: CommitVerifier::default() }
+        let searches = Arc::new(Semaphore::new(SEARCHES_MAX));
+        let confirmations = CommitVerifier::default();
+        Self { store, nudger, quiet, changes, confirmations, searches }
     }
 
     /// Registers every committed event for confirmation: a sample is read back later.
@@ -243,7 +251,7 @@ impl Tickets {
         filter: &TicketFilter,
         limit: usize,
     ) -> Result<Vec<Ticket>, TicketError> {
-        self.read(async |connection| statements::tickets(connection, filter, page(limit)).await)
+        self.read(async |connection| ticket_lists::tickets(connection, filter, page(limit)).await)
             .await
     }
 

@@ -142,7 +142,7 @@ pub struct PostedMessage {
     pub duplicate: bool,
 }
 
-/// Which tickets to list, newest first.
+/// Which tickets to list, newest first by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TicketFilter {
     /// Only tickets with this status.
@@ -157,8 +157,10 @@ pub struct TicketFilter {
     pub unassigned: bool,
     /// Only tickets whose id begins so: lower-case hexadecimal digits and dashes.
     pub id_prefix: Option<String>,
-    /// Only tickets with a smaller number: the last one of the previous page.
-    pub before: Option<i64>,
+    /// Only tickets behind the one with this number: the last one of the previous page.
+    pub after: Option<i64>,
+    /// The oldest one first.
+    pub oldest_first: bool,
 }
 
 /// Why an operation on a ticket failed.
@@ -189,6 +191,9 @@ pub enum TicketError {
         /// Who has it.
         assignee: String,
     },
+    /// As many searches for words as may run at the same time are running. The same search may succeed later.
+    #[error("{0} searches for words in tickets are running, which is the limit; retry later")]
+    SearchesBusy(usize),
     /// The database failed. The same call may succeed later if [`is_transient`](Self::is_transient).
     #[error(transparent)]
     Issue(#[from] IssueError),
@@ -197,7 +202,11 @@ pub enum TicketError {
 impl TicketError {
     /// Whether the same call may succeed later.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Issue(error) if error.is_transient())
+        match self {
+            Self::SearchesBusy(_) => true,
+            Self::Issue(error) => error.is_transient(),
+            _ => false,
+        }
     }
 }
 

@@ -181,6 +181,7 @@ pub(crate) const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("get /api/v1/topics/{topic}/groups/{group}/pending", Read, None),
     ("get /api/v1/topics/{topic}/groups/{group}/why", Read, None),
     ("get /api/v1/assignment", Read, None),
+    ("get /api/v1/assignment/moves", Read, None),
     ("post /api/v1/topics/{topic}/groups/{group}/reset", Admin, Some(|| json!({"to": "end"}))),
     ("post /api/v1/topics/{topic}/groups/{group}/pull", Write, Some(|| json!({"wait_ms": 0}))),
     ("post /api/v1/topics/{topic}/groups/{group}/settle", Write, Some(settle)),

@@ -8,7 +8,9 @@ use headwater_testkit::{
 };
 use serde_json::{Value, json};
 
-use crate::support::{LIMIT, Server, ServerDir};
+use crate::support::desk::{all_idle, open};
+use crate::support::sender::SECRET;
+use crate::support::{LIMIT, Server, ServerDir, is_whole_search_page};
 
 /// A server on PostgreSQL and Redis.
 pub(crate) struct ConsoleFixture {
@@ -29,15 +31,34 @@ pub(crate) struct ConsoleData {
     pub(crate) session: String,
     /// The first step of the session.
     pub(crate) step: String,
+    /// The cause that three of the dead letters have.
+    pub(crate) cause: String,
+}
+
+/// Work for people.
+pub(crate) struct DeskData {
+    /// A ticket that is handed over, to nobody.
+    pub(crate) handed_over: String,
+    /// Two drafts of the model that wait for a decision.
+    pub(crate) drafts: [i64; 2],
 }
 
 impl ConsoleFixture {
     pub(crate) fn start() -> Result<Self> {
+        Self::start_with("")
+    }
+
+    /// Starts a server with these further settings.
+    pub(crate) fn start_with(further: &str) -> Result<Self> {
         let (redis, postgres) = (Redis::start()?, Postgres::start()?);
         let database = postgres.database()?;
-        let dir = ServerDir::new()?.settings(
-            "[[integration]]\nid = \"code\"\nprovider = \"github\"\nsecret = \"not-sent-by-anybody\"\n",
-        )?;
+        // The answer to a ticket with the word `approval` is a draft.
+        let settings = format!(
+            "[[integration]]\nid = \"code\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\n\
+             [[integration]]\nid = \"desk\"\nprovider = \"desk\"\n\
+             [[integration.rule]]\nmode = \"draft\"\nwords = [\"approval\"]\n{further}"
+        );
+        let dir = ServerDir::new()?.settings(&settings)?;
         let arguments = ["--stream-url", &redis.url(), "--database-url", &database.url()];
         let quick = ["--issue-quiet", "0s", "--issue-max-wait", "0s"];
         let server = dir.serve(&[&arguments[..], &quick].concat())?;
@@ -67,11 +88,12 @@ impl ConsoleFixture {
             SELECT id, integration_id, 'reply', 'acme/shop#1', 'dead-' || id, '{\"body\":\"hello\"}', 'dead', now(), 'status 403'
             FROM issues WHERE external_issue_id = '1' AND external_project_id = 'acme/shop'";
         self.database.query(stuck)?;
+        // Also of the next minutes, so that no minute is missing until this server has stored its own, however slow the test is.
         let minutes = "INSERT INTO metrics_history (minute, process, data)
             SELECT extract(epoch FROM now())::bigint / 60 - n, 'worker-<b>2</b>',
-                '{\"n\": 6, \"events\": ' || n || ', \"runs\": ' || n || ', \"queued\": 3, \"outbox_lag_ms\": 1500, \"run\": [0, 0, 0, 2, 5, 1], \"started\": '
+                '{\"n\": 6, \"events\": ' || abs(n) || ', \"runs\": ' || abs(n) || ', \"queued\": 3, \"outbox_lag_ms\": 1500, \"run\": [0, 0, 0, 2, 5, 1], \"started\": '
                 || (extract(epoch FROM now())::bigint - 1200) * 1000 || ', \"version\": \"1.2.3\"}'
-            FROM generate_series(2, 30) AS n WHERE n <> 10";
+            FROM generate_series(-5, 30) AS n WHERE n <> 10";
         self.database.query(minutes)?;
         let (_, found) = server.get("/api/v1/issues?quarantined=true").await?;
         let quarantined = found["issues"][0]["id"].as_i64().context("a quarantined issue")?;
@@ -109,6 +131,10 @@ impl ConsoleFixture {
         };
         let page = server.until("/api/v1/topics/orders/dead-letters", letters).await?;
         let letter = page["dead_letters"][0]["id"].as_str().context("a dead letter")?.to_owned();
+        let (_, failures) = server.get("/api/v1/failures").await?;
+        let mut clusters = failures["clusters"].as_array().context("clusters")?.iter();
+        let cause = clusters.find(|one| one["cause"] == "order # has no address");
+        let cause = cause.and_then(|one| one["id"].as_str()).context("a cause")?.to_owned();
 
         // A plan over dead letters that none of the tests touches: it is paused and sends nothing.
         self.paused_plan().await?;
@@ -123,7 +149,43 @@ impl ConsoleFixture {
         let (status, _) =
             server.post("/webhooks/github/code", &json!({"action": "opened"})).await?;
         ensure!(status == 401, "an unsigned webhook must be rejected");
-        Ok(ConsoleData { ticket: id, quarantined, dead_reply, message, letter, session, step })
+        // The use of the model is stored beside its answer.
+        let has_rows = |_: u16, report: &Value| report["rows"][0].is_array();
+        server.until("/api/v1/reports/tokens-and-cost", has_rows).await?;
+        Ok(ConsoleData {
+            ticket: id,
+            quarantined,
+            dead_reply,
+            message,
+            letter,
+            session,
+            step,
+            cause,
+        })
+    }
+
+    /// Waits until the consumer over HTTP that [`fill`](Self::fill) has used has left its group.
+    pub(crate) async fn until_left(&self) -> Result<()> {
+        let has_left = |_: u16, group: &Value| group["members"] == json!([]);
+        self.server.until("/api/v1/topics/orders/groups/billing", has_left).await.map(drop)
+    }
+
+    /// A ticket that is handed over, and two drafts.
+    pub(crate) async fn fill_desk(&self) -> Result<DeskData> {
+        let server = &self.server;
+        let ticket = open(server, "I want to speak to a human").await?;
+        let handed_over = ticket["ticket_id"].as_str().context("a ticket id")?.to_owned();
+        for number in [1, 2] {
+            open(server, &format!("Order {number} needs an approval.")).await?;
+        }
+        let is_handed_over = |_: u16, ticket: &Value| ticket["handed_over"] == true;
+        server.until(&format!("/api/v1/tickets/{handed_over}"), is_handed_over).await?;
+        let both =
+            |_: u16, page: &Value| page["drafts"].as_array().is_some_and(|all| all.len() == 2);
+        let page = server.until("/api/v1/drafts?status=pending", both).await?;
+        all_idle(server).await?;
+        let id = |index: usize| page["drafts"][index]["id"].as_i64().context("a draft");
+        Ok(DeskData { handed_over, drafts: [id(0)?, id(1)?] })
     }
 
     /// A plan for the dead letters of `orders`, which is stored as paused so that it sends nothing.
@@ -161,13 +223,65 @@ impl Reader {
         self.text().await
     }
 
-    /// The text of the page as a reader sees it.
-    pub(crate) async fn text(&self) -> Result<String> {
-        self.driver().find("body").await?.text().await
+    /// Opens a page and returns its text. A search is opened again until each of its sources had the time to look at everything.
+    pub(crate) async fn open_whole(&self, path: &str) -> Result<String> {
+        let deadline = std::time::Instant::now() + LIMIT;
+        loop {
+            let text = self.open(path).await?;
+            if !path.starts_with("/console/search?") || is_whole_search_page(&text) {
+                return Ok(text);
+            }
+            ensure!(std::time::Instant::now() < deadline, "{path} stays incomplete:\n{text}");
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
     }
 
+    /// Waits until so many new rows are offered, in view.
+    pub(crate) async fn until_offered(&self, count: usize) -> Result<()> {
+        self.until(&format!(
+            "return document.querySelector('#new-rows button')?.textContent === '{count} new'"
+        ))
+        .await?;
+        let is_in_view = "const button = document.querySelector('#new-rows button'); const box = button.getBoundingClientRect();
+            return box.top >= 0 && box.bottom <= innerHeight && box.left >= 0 && box.right <= innerWidth
+                && document.elementFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2) === button";
+        ensure!(self.driver().execute(is_in_view).await? == true, "the offer is not in view");
+        Ok(())
+    }
+
+    /// The text of the page as a reader sees it.
+    pub(crate) async fn text(&self) -> Result<String> {
+        // The browser's own text, with tabs between the cells of tables: that of WebDriver looks at the style of every element.
+        let text = self.driver().execute("return document.body?.innerText ?? ''").await?;
+        Ok(text.as_str().context("a text")?.replace('\t', " "))
+    }
+
+    /// Waits for an element: after a click the browser may show no page for a moment.
     pub(crate) async fn find(&self, css: &str) -> Result<WebElement> {
-        self.driver().find(css).await.with_context(|| css.to_owned())
+        self.until_found(css, async || self.driver().find(css).await).await
+    }
+
+    /// The same by XPath.
+    pub(crate) async fn find_xpath(&self, xpath: &str) -> Result<WebElement> {
+        self.until_found(xpath, async || self.driver().find_xpath(xpath).await).await
+    }
+
+    async fn until_found(
+        &self,
+        what: &str,
+        find: impl AsyncFn() -> Result<WebElement>,
+    ) -> Result<WebElement> {
+        let deadline = std::time::Instant::now() + LIMIT;
+        loop {
+            match find().await {
+                Err(error) if std::time::Instant::now() >= deadline => {
+                    let text = self.text().await.unwrap_or_default();
+                    return Err(error.context(format!("{what} is not in the page:\n{text}")));
+                }
+                Err(_) => tokio::time::sleep(std::time::Duration::from_millis(50)).await,
+                found => return found,
+            }
+        }
     }
 
     /// A number that a script returns.
@@ -188,9 +302,12 @@ impl Reader {
     /// Clicks the first button or link with this label.
     pub(crate) async fn click(&self, label: &str) -> Result<()> {
         let xpath = format!("//*[self::button or self::a][normalize-space(.)='{label}']");
-        let found = self.driver().find_xpath(&xpath).await;
-        let found = found.with_context(|| format!("no button or link `{label}`"))?;
-        found.click().await.with_context(|| label.to_owned())
+        self.find_xpath(&xpath).await?.click().await.with_context(|| label.to_owned())
+    }
+
+    /// Clicks the button of the only form in the content of the page: the confirmation of an action.
+    pub(crate) async fn confirm(&self) -> Result<()> {
+        self.find("main form.stacked button[type=submit]").await?.click().await
     }
 
     /// Types into the field with this id.
@@ -209,6 +326,22 @@ impl Reader {
                 return Ok(());
             }
             ensure!(std::time::Instant::now() < deadline, "{wanted:?} is not shown:\n{text}");
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Opens a page again until it shows this: what the console has read is shown for a second.
+    pub(crate) async fn until_reopened(&self, path: &str, wanted: &str) -> Result<()> {
+        let deadline = std::time::Instant::now() + LIMIT;
+        loop {
+            let text = self.open(path).await?;
+            if text.contains(wanted) {
+                return Ok(());
+            }
+            ensure!(
+                std::time::Instant::now() < deadline,
+                "{path} does not show {wanted:?}:\n{text}"
+            );
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
     }
@@ -232,6 +365,13 @@ impl Reader {
         let violations = self.browser.accessibility_violations().await?;
         ensure!(violations.is_empty(), "{path} violates: {violations:#?}");
         self.must_fit(path).await
+    }
+
+    /// Fails if the colors of the page violate the rules of accessibility. For a page that satisfies them in other colors.
+    pub(crate) async fn must_have_contrast(&self, path: &str) -> Result<()> {
+        let violations = self.browser.contrast_violations().await?;
+        ensure!(violations.is_empty(), "{path} violates: {violations:#?}");
+        Ok(())
     }
 
     /// Fails if the page is wider than the window.

@@ -1,10 +1,11 @@
 //! Everything by keyboard: every control is reached with Tab, and actions are done with Enter and Space.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use headwater_testkit::BrowserScripts;
 use serde_json::Value;
 
 use crate::fixture::{ConsoleFixture, Reader};
+use crate::screens::{with_data, with_desk_data};
 
 const TAB: char = '\u{e004}';
 const ENTER: char = '\u{e007}';
@@ -13,19 +14,38 @@ const SPACE: &str = " ";
 /// Controls of a page at most, so that one round with Tab ends.
 const CONTROLS_MAX: usize = 400;
 
+/// Screens whose addresses have a query.
+const WITH_QUERY: [&str; 4] = [
+    "/console/tickets?status=handed_over",
+    "/console/tail?",
+    "/console/consistency?",
+    "/console/search?q=router",
+];
+
 /// Presses Tab until the page has been gone through once; returns the controls that were not reached.
 async fn unreached(reader: &Reader) -> Result<Vec<String>> {
     let begin = "window.reached = new Set(); document.activeElement?.blur(); scrollTo(0, 0);
         document.addEventListener('focusin', event => window.reached.add(event.target));
         window.controls = () => [...document.querySelectorAll('a[href], button, input:not([type=hidden]), select, textarea, summary')]
             .filter(it => !it.disabled && it.checkVisibility({visibilityProperty: true}));
-        return window.controls().length";
+        return window.controls().length + document.querySelectorAll('[tabindex=\"0\"]').length";
     let count = usize::try_from(reader.number(begin).await?)?;
     ensure!(count > 0 && count < CONTROLS_MAX, "{count} controls");
     let tabs: String = std::iter::repeat_n(TAB, count + 40).collect();
     reader.driver().press(&tabs).await?;
     let left = "return window.controls().filter(it => !window.reached.has(it)).map(it => it.outerHTML.slice(0, 200))";
     Ok(serde_json::from_value(reader.driver().execute(left).await?)?)
+}
+
+/// Fails if a control of the open page is not reached with Tab. The page is paused: what appears after Tab has passed is not reached.
+async fn must_be_reached(reader: &Reader, path: &str) -> Result<()> {
+    reader.driver().press("p").await?;
+    reader.until_shown("Paused").await?;
+    let open = "document.querySelectorAll('details').forEach(it => { it.open = true })";
+    reader.driver().execute(open).await?;
+    let left = unreached(reader).await?;
+    ensure!(left.is_empty(), "{path}: not reached with Tab: {left:#?}");
+    Ok(())
 }
 
 /// Moves the focus with Tab to the control with this text, and presses a key on it.
@@ -47,42 +67,47 @@ async fn every_control_is_reached_with_tab_and_actions_are_done_by_keyboard() ->
     let fixture = ConsoleFixture::start()?;
     let data = fixture.fill().await?;
     let reader = Reader::start(&fixture.server, BrowserScripts::On).await?;
-    let (_, failures) = fixture.server.get("/api/v1/failures").await?;
-    let clusters = failures["clusters"].as_array().context("clusters")?;
-    let letters = clusters.iter().find(|one| one["kind"] == "dead_letter").context("a cause")?;
-    let cause = letters["id"].as_str().context("an id")?;
-    for path in [
-        "/console".to_owned(),
-        format!("/console/tickets/{}", data.ticket),
-        "/console/issues?quarantined=true".to_owned(),
-        format!("/console/issues/{}", data.quarantined),
-        format!("/console/sessions/{}", data.session),
-        "/console/topics/orders".to_owned(),
-        "/console/topics/orders/dead-letters".to_owned(),
-        format!("/console/topics/orders/dead-letters/{}", data.letter),
-        "/console/topics/orders/groups/billing".to_owned(),
-        "/console/assignment".to_owned(),
-        format!("/console/failures/{cause}"),
-        "/console/plans/1".to_owned(),
-        "/console/outbox".to_owned(),
-        "/console/sql".to_owned(),
-        "/console/help".to_owned(),
-    ] {
+    let screens = [with_data(&data), with_desk_data(&fixture.fill_desk().await?)].concat();
+    // A screen with another filter has the same controls.
+    let is_chosen = |path: &String| {
+        !path.contains('?') || WITH_QUERY.iter().any(|query| path.starts_with(query))
+    };
+    let others = ["/console/issues?quarantined=true", "/console/sql"].map(str::to_owned);
+    let paths = screens.into_iter().map(|(path, _)| path).filter(is_chosen).chain(others);
+    for path in paths {
         reader.open(&path).await?;
-        // A live page may replace a control after it was reached.
-        reader.driver().press("p").await?;
-        reader
-            .driver()
-            .execute("document.querySelectorAll('details').forEach(it => { it.open = true })")
-            .await?;
-        let left = unreached(&reader).await?;
-        ensure!(left.is_empty(), "{path}: not reached with Tab: {left:#?}");
+        must_be_reached(&reader, &path).await?;
+    }
+    for (path, button) in [
+        ("/console/topics/orders/dead-letters", "Purge all that match…"),
+        ("/console/topics/orders/groups/billing", "Delete group…"),
+    ] {
+        reader.open(path).await?;
+        reader.click(button).await?;
+        reader.until_shown("This cannot be undone.").await?;
+        must_be_reached(&reader, button).await?;
     }
 
-    // Select with `j` and `x`, purge with Enter, confirm with Space.
+    // Copy the command with `y`. The page is not live, so what it says stays.
     reader.open("/console/topics/orders/dead-letters").await?;
-    reader.driver().press("jjx").await?;
+    let watch = "const write = navigator.clipboard.writeText.bind(navigator.clipboard);
+        navigator.clipboard.writeText = async text => { await write(text); window.copied = text; };";
+    reader.driver().execute(watch).await?;
+    reader.driver().press("y").await?;
+    reader.until_shown("Command copied").await?;
+    let copied = reader.driver().execute("return window.copied").await?;
+    ensure!(copied == "headwater dlq list orders --newest-first", "{copied}");
+
+    // Move with `j` and `k`, which stop at the ends; select with `x`, purge with Enter, confirm with Space.
+    let active = "return [...document.querySelectorAll('main tbody tr')].findIndex(row => row.hasAttribute('data-active'))";
+    for (keys, expected) in [("j", 0), ("jj", 2), ("k", 1), ("kkk", 0), ("jjjjjjj", 3), ("kk", 1)] {
+        reader.driver().press(keys).await?;
+        let row = reader.number(active).await?;
+        ensure!(row == expected, "after `{keys}`, row {row} is active and not {expected}");
+    }
+    reader.driver().press("x").await?;
     ensure!(reader.driver().count("tbody input:checked").await? == 1, "`x` selects the row");
+    reader.find("tbody tr:nth-child(2) input:checked").await?;
     press_on(&reader, "Purge selected…", &ENTER.to_string()).await?;
     reader.until_shown("Purge 1 dead letter?").await?;
     press_on(&reader, "Purge 1 dead letter", SPACE).await?;

@@ -126,6 +126,29 @@ async fn foreign_and_missing_origins_forged_cookies_and_wrong_roles_change_nothi
             "{cookie} {origin:?}: {found} {page}"
         );
     }
+    // So are logins and logouts of other pages: neither gives nor takes a cookie.
+    for path in ["/console/login", "/console/logout"] {
+        for origin in [Some("https://evil.example"), Some("null"), None] {
+            let mut request = server.client.post(server.url(path)).header(COOKIE, &admin);
+            request = request.header("content-type", "application/x-www-form-urlencoded");
+            if let Some(origin) = origin {
+                request = request.header(ORIGIN, origin);
+            }
+            let response = request.body("token=reader-token-of-ann").send().await?;
+            let (status, headers) = (response.status(), response.headers().clone());
+            let (page, reason) =
+                (response.text().await?, origin.map_or("Origin", |_| "cross-origin"));
+            ensure!(status == StatusCode::FORBIDDEN, "{path} {origin:?}: {status} {page}");
+            ensure!(!headers.contains_key(SET_COOKIE), "{path} {origin:?}: {headers:?}");
+            ensure!(page.contains(reason), "{path} {origin:?}: {page}");
+        }
+        // With its own origin it is neither.
+        let request = server.client.post(server.url(path)).header(ORIGIN, &own);
+        let request = request.header("content-type", "application/x-www-form-urlencoded");
+        let response = request.body("token=reader-token-of-ann").send().await?;
+        ensure!(response.status() == StatusCode::SEE_OTHER, "{path}: {response:?}");
+        ensure!(response.headers().contains_key(SET_COOKIE), "{path}: {response:?}");
+    }
     // What is shown disabled is refused as well, for every action that needs `admin`.
     for action in ["topics/orders/grow", "topics/orders/trim", "topics/orders/dead-letters/purge"] {
         let request = server.client.post(server.url(&format!("/console/do/{action}")));

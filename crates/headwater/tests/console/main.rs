@@ -7,13 +7,17 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod act_on_all;
 mod actions;
 mod commands;
+mod counts;
+mod details;
 mod fixture;
 mod hostile;
 mod keyboard;
 mod live;
 mod login;
+mod measured_data;
 mod measures;
 mod outages;
 mod pictures;
@@ -21,5 +25,6 @@ mod rows;
 mod screens;
 mod tasks;
 mod timeline;
+mod topic_history;
 mod topics;
 mod verbs;

@@ -6,12 +6,35 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use headwater_testkit::BrowserScripts;
+use reqwest::header::{AUTHORIZATION, HeaderMap};
 use serde_json::json;
 
 use crate::fixture::{ConsoleFixture, Reader};
+use crate::support::answer;
+
+/// Two people: the one who looks, and one who has purged.
+const TOKENS: &str = r#"
+[[token]]
+name = "day-shift"
+role = "admin"
+token = "token-of-the-day-shift"
+[[token]]
+name = "night-shift"
+role = "admin"
+token = "token-of-the-night-shift"
+"#;
+const DAY_TOKEN: &str = "token-of-the-day-shift";
+const NIGHT_TOKEN: &str = "token-of-the-night-shift";
 
 const CLICKS_MAX: u32 = 6;
 const TIME_MAX: Duration = Duration::from_secs(60);
+
+/// A client that sends a token.
+fn client(token: &str) -> Result<reqwest::Client> {
+    let headers = HeaderMap::from_iter([(AUTHORIZATION, format!("Bearer {token}").parse()?)]);
+    // The server closes idle connections.
+    Ok(reqwest::Client::builder().default_headers(headers).pool_max_idle_per_host(0).build()?)
+}
 
 /// A newcomer who begins at the overview. Every click and every submitted search counts.
 struct Newcomer<'a> {
@@ -53,13 +76,19 @@ impl<'a> Newcomer<'a> {
 
 #[tokio::test]
 async fn five_tasks_take_a_newcomer_at_most_six_clicks_and_a_minute_each() -> Result<()> {
-    let fixture = ConsoleFixture::start()?;
+    let mut fixture = ConsoleFixture::start_with(TOKENS)?;
+    fixture.server.client = client(DAY_TOKEN)?;
     let data = fixture.fill().await?;
     let purge = json!({"reason": "connection refused"});
+    let path = fixture.server.url("/api/v1/topics/orders/dead-letters/purge");
     let (status, purged) =
-        fixture.server.post("/api/v1/topics/orders/dead-letters/purge", &purge).await?;
+        answer(client(NIGHT_TOKEN)?.post(path).json(&purge).send().await?).await?;
     ensure!(status == 200 && purged["purged"] == 1, "{purged}");
     let reader = Reader::start(&fixture.server, BrowserScripts::On).await?;
+    reader.open("/console").await?;
+    reader.fill("token", DAY_TOKEN).await?;
+    reader.click("Log in").await?;
+    reader.until_shown("Overview").await?;
 
     // Find a ticket by a word.
     let newcomer = Newcomer::begin(&reader).await?;
@@ -90,8 +119,12 @@ async fn five_tasks_take_a_newcomer_at_most_six_clicks_and_a_minute_each() -> Re
     // Find who purged.
     let newcomer = Newcomer::begin(&reader).await?;
     newcomer.click("Audit").await?;
+    reader.fill("path", "purge").await?;
+    newcomer.click("Filter").await?;
     reader.until_shown("/dead-letters/purge").await?;
-    reader.until_shown("local").await?;
+    let found = "return [...document.querySelectorAll('main tbody tr')].map(row => row.querySelector('th').innerText).join()";
+    let found = reader.driver().execute(found).await?;
+    ensure!(found == "night-shift", "purged by {found}:\n{}", reader.text().await?);
     newcomer.end("find who purged")?;
 
     // Fork a run.

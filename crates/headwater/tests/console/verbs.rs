@@ -55,6 +55,15 @@ async fn every_screen_has_its_command() -> Result<()> {
         "{overview}"
     );
     ensure!(one(&["process", "list"])?["alive"] == true);
+    let settings = lines(&["process", "settings"])?;
+    let secret = settings.iter().find(|one| one["name"] == "stream.url");
+    ensure!(secret.is_some_and(|one| one["value"].is_string() && one["source"].is_string()));
+    let refused = dir.run(&["process", "settings"])?;
+    ensure!(
+        refused.status.code() == Some(2) && text(&refused.stderr).contains("--url"),
+        "{}",
+        text(&refused.stderr)
+    );
 
     let found = lines(&["search", "router"])?;
     ensure!(found.iter().any(|one| one["kind"] == "ticket"), "{found:?}");

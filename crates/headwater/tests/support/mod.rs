@@ -186,6 +186,13 @@ impl Server {
         logs.iter().map(|line| format!("{line}\n")).collect()
     }
 
+    /// Reads what it prints on its standard output until a line begins with `begin`, and returns this line.
+    pub(crate) fn printed_line(&mut self, begin: &str) -> Result<String> {
+        let stdout = self.child.stdout.as_mut().context("no standard output")?;
+        let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
+        lines.find(|line| line.starts_with(begin)).with_context(|| format!("no line {begin:?}"))
+    }
+
     /// Waits for a log line whose message contains this.
     pub(crate) fn wait_for_log(&self, message: &str) -> Result<Value> {
         let what = format!("the log line {message:?}");
@@ -284,6 +291,32 @@ pub(crate) async fn eventually(what: &str, condition: impl Fn() -> bool) -> Resu
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
+}
+
+/// Whether the answer of a search has looked at everything: each source has a limited time, which is too short on a busy machine.
+pub(crate) fn is_whole_search(answer: &Value) -> bool {
+    let is_searched = |source: &Value| source["problem"].is_null();
+    let sources = answer["sources"].as_array();
+    sources.is_some_and(|all| all.iter().all(is_searched))
+        && has_looked_at_all_topics(&answer["sources"].to_string())
+}
+
+/// The same of the page of a search.
+pub(crate) fn is_whole_search_page(page: &str) -> bool {
+    !page.contains("not searched") && has_looked_at_all_topics(page)
+}
+
+/// Whether each `in 2 of 2 topics` in this text has the same number twice, and no topic did not answer.
+fn has_looked_at_all_topics(text: &str) -> bool {
+    if text.contains("did not answer") {
+        return false;
+    }
+    let counts = |before: &str| {
+        let (_, counts) = before.rsplit_once(" in ")?;
+        let (looked_at, all) = counts.split_once(" of ")?;
+        Some((looked_at.parse::<usize>().ok()?, all.parse::<usize>().ok()?))
+    };
+    text.split(" topics").filter_map(counts).all(|(looked_at, all)| looked_at == all)
 }
 
 /// Output of a process as text.

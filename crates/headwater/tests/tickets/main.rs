@@ -4,13 +4,13 @@
 
 mod effects;
 mod ledger;
+mod search;
 
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use headwater::desk::tools::{SearchQuery, TicketSearch};
 use headwater::desk::{DeskReply, ReplyTarget};
 use headwater::tickets::{Author, TicketEvent, TicketEventType, TicketPayload};
 use headwater::tickets::{
@@ -35,6 +35,10 @@ use crate::ledger::{
     a_spent_budget_of_an_integration_or_an_author_stops_no_other,
     an_unsettled_reservation_expires_and_counts_as_its_prompt,
     concurrent_reservations_never_exceed_a_budget,
+};
+use crate::search::{
+    a_list_is_searched_within_its_filter, a_search_finds_words_only_in_tickets_of_the_same_user,
+    a_search_of_a_list_continues_where_its_page_ended,
 };
 
 struct Fixture {
@@ -120,6 +124,8 @@ suite!(
     a_reservation_is_settled_once_despite_repeated_or_late_calls,
     an_unsettled_reservation_expires_and_counts_as_its_prompt,
     a_search_finds_words_only_in_tickets_of_the_same_user,
+    a_list_is_searched_within_its_filter,
+    a_search_of_a_list_continues_where_its_page_ended,
     a_run_that_has_lost_its_claim_begins_no_effect,
     a_call_has_one_row_one_key_and_one_outcome,
 );
@@ -337,14 +343,24 @@ async fn lists_are_filtered_and_paginated(fixture: Fixture) {
     let all = TicketFilter::default();
     let (first, cursor) = titles(all.clone(), 4).await;
     assert_eq!(first, ["t6", "t5", "t4", "t3"]);
-    let (rest, _) = titles(TicketFilter { before: cursor, ..all.clone() }, 4).await;
+    let (rest, _) = titles(TicketFilter { after: cursor, ..all.clone() }, 4).await;
     assert_eq!(rest, ["t2", "t1", "t0"]);
     let ada = TicketFilter { user_id: Some("ada".into()), ..all.clone() };
     assert_eq!(titles(ada.clone(), 10).await.0, ["t6", "t4", "t2", "t0"]);
-    let open = TicketFilter { status: Some(TicketStatus::Open), ..ada };
-    assert_eq!(titles(open, 10).await.0, ["t6", "t4", "t2"]);
+    let open = TicketFilter { status: Some(TicketStatus::Open), ..ada.clone() };
+    assert_eq!(titles(open.clone(), 10).await.0, ["t6", "t4", "t2"]);
     let closed = TicketFilter { status: Some(TicketStatus::Closed), ..all };
-    assert_eq!(titles(closed, 10).await.0, ["t0"]);
+    assert_eq!(titles(closed.clone(), 10).await.0, ["t0"]);
+    let oldest_first =
+        |filter: &TicketFilter| TicketFilter { oldest_first: true, ..filter.clone() };
+    let all = TicketFilter::default();
+    let (first, cursor) = titles(oldest_first(&all), 4).await;
+    assert_eq!(first, ["t0", "t1", "t2", "t3"]);
+    let rest = TicketFilter { after: cursor, ..oldest_first(&all) };
+    assert_eq!(titles(rest, 4).await.0, ["t4", "t5", "t6"]);
+    assert_eq!(titles(oldest_first(&ada), 10).await.0, ["t0", "t2", "t4", "t6"]);
+    assert_eq!(titles(oldest_first(&open), 10).await.0, ["t2", "t4", "t6"]);
+    assert_eq!(titles(oldest_first(&closed), 10).await.0, ["t0"]);
 }
 
 async fn any_text_is_stored_unchanged(fixture: Fixture) {
@@ -651,33 +667,12 @@ async fn a_hand_over_is_applied_despite_newer_messages_and_ended_only_by_reopeni
     assert!(deliver().await, "a message reopens the ticket and does not end the hand-over");
     assert!(fixture.tickets.reopen(posted.ticket_id).await.unwrap());
     assert!(!deliver().await, "the row is older than the reopening");
-}
 
-async fn a_search_finds_words_only_in_tickets_of_the_same_user(fixture: Fixture) {
-    let mine =
-        fixture.tickets.create(ticket("Router 100% broken", "no light", "ada")).await.unwrap();
-    fixture
-        .tickets
-        .deliver(&row(mine, "k"), ReplyTarget::Answer, &reply("Turn it off"))
-        .await
-        .unwrap();
-    fixture.tickets.create(ticket("Router secret of bob", "bobs password", "bob")).await.unwrap();
-    let here = fixture.tickets.create(ticket("Router again", "router", "ada")).await.unwrap();
-    let found = async |words: &str, user: Option<&str>| {
-        let query = SearchQuery {
-            words: words.into(),
-            user_id: user.map(str::to_owned),
-            except: here.ticket_id.to_string(),
-        };
-        let found = fixture.tickets.search(&query).await.unwrap();
-        found.into_iter().map(|ticket| (ticket.title, ticket.answer)).collect::<Vec<_>>()
-    };
-    let expected = vec![("Router 100% broken".to_owned(), Some("Turn it off".to_owned()))];
-    assert_eq!(found("my ROUTER please", Some("ada")).await, expected);
-    assert_eq!(found("LIGHT", Some("ada")).await, expected);
-    assert_eq!(found("100%", Some("ada")).await, expected);
-    for nothing in ["%%%", "___", "a", "", "password"] {
-        assert_eq!(found(nothing, Some("ada")).await, [], "{nothing}");
-    }
-    assert_eq!(found("router", None).await.len(), 2);
+    // Facts about tool calls, which the person who reopened the ticket did not know.
+    let mut payload = serde_json::to_value(&hand_over).unwrap();
+    payload["internal"] = serde_json::json!("it is unknown whether `refund` was carried out");
+    let with_facts = OutboxRow { payload: payload.to_string(), ..row(posted, "b") };
+    fixture.tickets.deliver(&with_facts, ReplyTarget::HandOver, &hand_over).await.unwrap();
+    let ticket = fixture.tickets.ticket(posted.ticket_id).await.unwrap().unwrap();
+    assert!(ticket.handed_over && ticket.hand_over_reason.unwrap().contains("`refund`"));
 }

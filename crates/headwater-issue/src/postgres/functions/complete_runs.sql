@@ -16,13 +16,18 @@ DECLARE
     v_now timestamptz;
     v_fenced bigint[];
     v_events bigint[];
+    v_owners text[];
+    v_started timestamptz[];
     v_large record;
 BEGIN
     -- Locks in the order of ids, like every function.
-    SELECT coalesce(array_agg(n.place) FILTER (WHERE l.held IS NOT TRUE), '{}') INTO v_fenced
+    SELECT coalesce(array_agg(n.place) FILTER (WHERE l.held IS NOT TRUE), '{}'), array_agg(l.claim_owner ORDER BY n.place),
+        array_agg(l.processing_started_at ORDER BY n.place)
+    INTO v_fenced, v_owners, v_started
     FROM unnest(p_issue, p_epoch) WITH ORDINALITY AS n (issue, epoch, place)
     LEFT JOIN LATERAL (
-        SELECT i.claim_epoch = n.epoch AND i.processing_status = 'processing' AS held
+        SELECT i.claim_epoch = n.epoch AND i.processing_status = 'processing' AS held, i.claim_owner,
+            i.processing_started_at
         FROM issues i WHERE i.id = n.issue FOR UPDATE
     ) l ON true;
     v_now := headwater_now();
@@ -65,11 +70,12 @@ BEGIN
     RETURN QUERY
     WITH ended AS (
         INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, events)
-        SELECT i.id, i.claim_epoch, coalesce(i.claim_owner, ''), coalesce(i.processing_started_at, v_now), v_now, 'done',
-            n.events
-        FROM unnest(p_issue, v_events) WITH ORDINALITY AS n (issue, events, place) JOIN issues i ON i.id = n.issue
+        SELECT n.issue, n.epoch, coalesce(n.owner, ''), coalesce(n.started, v_now), v_now, 'done', n.events
+        FROM unnest(p_issue, p_epoch, v_owners, v_started, v_events) WITH ORDINALITY
+            AS n (issue, epoch, owner, started, events, place)
+        -- Not ON CONFLICT, which writes twice as much: the issue is locked, so no other transaction adds this row.
         WHERE NOT n.place = ANY (v_fenced)
-        ON CONFLICT DO NOTHING
+            AND NOT EXISTS (SELECT FROM issue_runs r WHERE r.issue_id = n.issue AND r.epoch = n.epoch)
     )
     UPDATE issues i SET
         pending_events = greatest(i.pending_events - n.events, 0),

@@ -7,9 +7,12 @@ use futures_util::poll;
 
 use super::*;
 use crate::clock::TestClock;
+use crate::connect::Options;
+use crate::embedded::location::Location;
 use crate::embedded::log::{Damage, LogFailure, LogTail, SyncMode};
 use crate::embedded::reader::EmbeddedGroupReader;
 use crate::embedded::redo_record::RedoRecord;
+use crate::embedded::{Embedded, open_directory};
 use crate::entry::{EntryId, Fields};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::GroupReader;
@@ -121,4 +124,42 @@ async fn calls_that_wait_for_a_failed_log_get_its_error() {
     assert!(names_the_cause(appended.await.err().unwrap()));
     assert!(names_the_cause(append(&engine.shared, 2).await.err().unwrap()));
     assert!(names_the_cause(length(&engine.shared).await.err().unwrap()));
+}
+
+/// With its log threads, in a directory.
+fn open_in(directory: &tempfile::TempDir) -> Embedded {
+    let location = Location::parse(directory.path().to_str().unwrap()).unwrap();
+    open_directory(directory.path(), &location, Options::default()).unwrap()
+}
+
+#[tokio::test]
+async fn after_a_panic_of_a_log_thread_calls_fail_permanently_until_the_directory_is_opened_again()
+{
+    let directory = tempfile::tempdir().unwrap();
+    let embedded = open_in(&directory);
+    let shared = Arc::clone(&embedded.engine.shared);
+    append(&shared, 1).await.unwrap();
+    let assert_stopped = |error: Option<StreamError>, consequence: &str| {
+        let error = error.unwrap();
+        assert!(matches!(error, StreamError::Stopped { .. }) && !error.is_transient(), "{error:?}");
+        assert!(error.to_string().contains(consequence), "{error}");
+    };
+    {
+        let mut in_flight = pin!(shared.wait(2, 0));
+        assert!(poll!(in_flight.as_mut()).is_pending());
+        // The thread that writes needs space for the header of a frame: it panics.
+        shared.lock().unwrap().buffer.bytes.truncate(1);
+        shared.to_write.notify_all();
+        assert_stopped(in_flight.await.err(), "whether this call took effect is unknown");
+    }
+    let permanently = "all calls fail until the directory is opened again";
+    for _ in 0..2 {
+        assert_stopped(append(&shared, 2).await.err(), permanently);
+        assert_stopped(length(&shared).await.err(), permanently);
+    }
+
+    drop(embedded);
+    let embedded = open_in(&directory);
+    append(&embedded.engine.shared, 2).await.unwrap();
+    assert_eq!(length(&embedded.engine.shared).await.unwrap(), 2);
 }

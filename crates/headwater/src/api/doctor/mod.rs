@@ -1,15 +1,18 @@
 //! Diagnostics of the servers Headwater depends on, with advice.
 //!
-//! Upstream: `cli/verbs/doctor.rs` and `GET /api/v1/doctor`. Downstream: `streams.rs`, `groups.rs`, `database.rs` and
-//! `models.rs`.
+//! Upstream: `cli/verbs/doctor.rs` and `GET /api/v1/doctor`. Downstream: `streams.rs`, `topics.rs`, `database.rs`, `tables.rs`,
+//! `analytics_file.rs` and `models.rs`.
 //! Guarantees: read-only; checks the current state, not that at startup. Each finding has a severity and says what to
 //! change. Each check has a timeout: if one server is unreachable, the others are still checked within
 //! `http.request_timeout`.
 
+mod analytics_file;
 mod database;
 mod groups;
 mod models;
 mod streams;
+pub(crate) mod tables;
+mod topics;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -36,6 +39,7 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(4);
 /// Clock differences that are a warning and an error.
 const SKEW_WARNING: Duration = Duration::from_secs(2);
 const SKEW_ERROR: Duration = Duration::from_secs(60);
+const MIB: u64 = 1024 * 1024;
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(doctor))
@@ -116,8 +120,16 @@ pub(crate) fn check_timeout(settings: &Settings) -> Duration {
     CHECK_TIMEOUT.min(settings.http.request_timeout / 4)
 }
 
-/// Checks the database server and its contents, except for the consistency of all issues (see [`consistency`]).
+/// Checks the database server and its contents, except for the consistency of all issues (see [`consistency`]), and the file of
+/// analytics, which is a copy of them.
 pub(crate) async fn database(settings: &Settings, store: &dyn Store) -> Vec<Finding> {
+    let (mut findings, file) =
+        tokio::join!(server_and_contents(settings, store), analytics_file::check(settings));
+    findings.extend(file);
+    findings
+}
+
+async fn server_and_contents(settings: &Settings, store: &dyn Store) -> Vec<Finding> {
     let check_timeout = check_timeout(settings);
     let mut findings = match timeout(check_timeout, database::server(settings, store)).await {
         Ok(Ok(findings)) => findings,
@@ -137,7 +149,7 @@ pub(crate) async fn database(settings: &Settings, store: &dyn Store) -> Vec<Find
                 .unwrap_or_else(|_| vec![too_slow("outbox")])
         },
     );
-    findings.extend([workers, retention(settings)]);
+    findings.extend([workers, tables::retention(settings)]);
     findings.extend(backlog_findings);
     findings
 }
@@ -203,26 +215,6 @@ async fn workers(store: &dyn Store) -> Finding {
         Ok(workers) => Finding::ok("workers", format!("{} active", workers.len())),
         Err(error) => Finding::warning("workers", error.to_string(), ""),
     }
-}
-
-/// Checks that no table grows without a limit.
-fn retention(settings: &Settings) -> Finding {
-    let kept = settings.retention;
-    let unlimited: Vec<&str> = [
-        ("`event_logs`", kept.events.is_none()),
-        ("`issues`, `tickets` and `ticket_messages`", kept.issues.is_none()),
-    ]
-    .into_iter()
-    .filter_map(|(tables, is_unlimited)| is_unlimited.then_some(tables))
-    .collect();
-    if unlimited.is_empty() {
-        return Finding::ok("retention", "every table has a retention");
-    }
-    Finding::warning(
-        "retention",
-        format!("{} grow without a limit", unlimited.join(" and ")),
-        "set `retention.events` and `retention.issues`",
-    )
 }
 
 /// Checks for quarantined issues and dead outbox rows.

@@ -9,9 +9,18 @@ use headwater_queue::Queue;
 use headwater_stream::{Backend, BackendDescription};
 use tokio::time::timeout;
 
-use crate::api::doctor::groups;
-use crate::api::doctor::{Finding, Severity, check_timeout, clock};
+use crate::api::doctor::{Finding, Severity, check_timeout, clock, topics};
 use crate::config::Settings;
+
+/// Name of the fact that names a server other than Redis.
+const SERVER: &str = "server";
+
+/// What is used of servers newer than Redis 6.2, and the version of Redis that has it.
+const NEWER_COMMANDS: [((u32, u32), &str); 3] = [
+    ((7, 0), "the lag of groups and the number of entries ever added (XINFO)"),
+    ((7, 0), "scripts that run on a full server (allow-oom)"),
+    ((7, 2), "the library of a connection (CLIENT SETINFO)"),
+];
 
 /// Checks the stream backend.
 pub(crate) async fn streams(settings: &Settings, streams: &Arc<dyn Backend>) -> Vec<Finding> {
@@ -35,7 +44,7 @@ pub(crate) async fn streams(settings: &Settings, streams: &Arc<dyn Backend>) -> 
         }
     });
     let queue = Queue::new(Arc::clone(streams));
-    let checked = timeout(check_timeout, groups::check(&queue)).await;
+    let checked = timeout(check_timeout, topics::check(&queue)).await;
     let too_slow =
         |_| vec![Finding::warning("groups", "skipped: the stream backend is too slow", "")];
     findings.extend(checked.unwrap_or_else(too_slow));
@@ -49,7 +58,7 @@ fn findings_of(description: &BackendDescription) -> Vec<Finding> {
         format!("{} {version} at {}", description.kind, description.address),
     )];
     if description.kind == "redis" {
-        findings.push(commands(description.version.as_deref()));
+        findings.push(commands(description));
     }
     for (name, value) in &description.facts {
         findings.push(match (*name, value.as_str()) {
@@ -81,6 +90,8 @@ fn findings_of(description: &BackendDescription) -> Vec<Finding> {
             ("notify-keyspace-events", flags) => {
                 Finding::ok("notify-keyspace-events", format!("{flags}: expired leases are notified"))
             }
+            // Part of the finding about commands.
+            (SERVER, _) => continue,
             // Counters are metrics, not findings.
             ("writes" | "syncs" | "compactions", _) | ("cut_bytes" | "outages", "0") => continue,
             ("cut_bytes", bytes) => Finding::ok(
@@ -93,32 +104,40 @@ fn findings_of(description: &BackendDescription) -> Vec<Finding> {
     findings
 }
 
-/// Says what the server lacks because of its version.
-fn commands(version: Option<&str>) -> Finding {
-    let in_use = "commands of Redis 6.2 are used, and newer ones where the server has them";
-    let Some(version) = version else {
+/// Says which server it is, which newer commands are used because it has them, and what it lacks.
+fn commands(description: &BackendDescription) -> Finding {
+    let in_use = "the commands of Redis 6.2 are used";
+    let Some(version) = &description.version else {
         return Finding::warning(
             "commands",
-            format!("{in_use}; this server does not report its version"),
+            format!(
+                "{in_use}, and newer ones where the server has them; it does not report its version"
+            ),
             "allow INFO for this user",
         );
     };
+    // Valkey reports the version of Redis that it is compatible with, and its own one.
+    let valkey = description.facts.iter().find(|(name, _)| *name == SERVER);
+    let server = valkey.map_or_else(|| format!("Redis {version}"), |(_, server)| server.clone());
     let mut numbers = version.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
-    match (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) {
-        (..=6, _) => Finding::warning(
-            "commands",
-            format!(
-                "{in_use}; this server has no lag of groups, runs no script while it is full, and does not show the \
-                 library of a connection"
-            ),
-            "upgrade to Redis 7.2 or Valkey 8 or later; until then keep a reserve of memory (docs/operations.md)",
-        ),
-        (7, ..=1) => Finding::ok(
-            "commands",
-            format!("{in_use}; this server does not show the library of a connection (Redis 7.2)"),
-        ),
-        _ => Finding::ok("commands", format!("{in_use}; this server lacks none of them")),
+    let has = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    let (used, missing): (Vec<_>, Vec<_>) =
+        NEWER_COMMANDS.iter().partition(|(since, _)| *since <= has);
+    let list = |found: Vec<&((u32, u32), &str)>| -> String {
+        let names = found
+            .into_iter()
+            .map(|((major, minor), what)| format!("{what} (Redis {major}.{minor})"));
+        names.collect::<Vec<_>>().join(", ")
+    };
+    let used =
+        if used.is_empty() { String::new() } else { format!(", and newer ones: {}", list(used)) };
+    let lacks = if missing.is_empty() { "nothing that is used".to_owned() } else { list(missing) };
+    let found = format!("{server}: {in_use}{used}; it lacks {lacks}");
+    if has >= (7, 0) {
+        return Finding::ok("commands", found);
     }
+    let advice = "upgrade to Redis 7.2 or Valkey 8 or later; until then keep a reserve of memory (docs/operations.md)";
+    Finding::warning("commands", found, advice)
 }
 
 /// Whether the flags, as printed by the server, enable keyevents for expiry or for all events.
@@ -169,9 +188,26 @@ mod tests {
     }
 
     #[test]
-    fn an_old_redis_version_is_a_warning() {
-        assert_eq!(commands(Some("6.2.14")).severity, Severity::Warning);
-        assert_eq!(commands(Some("7.0.15")).severity, Severity::Ok);
-        assert_eq!(commands(None).severity, Severity::Warning);
+    fn the_commands_follow_from_the_version_of_redis_or_of_a_server_compatible_with_it() {
+        let of = |version: Option<&str>, valkey: Option<&str>| {
+            let version = version.map(str::to_owned);
+            let facts = valkey.map(|valkey| (SERVER, valkey.to_owned())).into_iter().collect();
+            commands(&BackendDescription { version, ..redis(facts) })
+        };
+        let parts = |finding: &Finding| {
+            let (used, lacks) = finding.found.split_once("; it lacks ").unwrap();
+            let count = |text: &str| text.matches("(Redis 7.").count();
+            (finding.severity, count(used), count(lacks))
+        };
+        let old = of(Some("6.2.14"), None);
+        assert!(old.found.starts_with("Redis 6.2.14: "), "{old:?}");
+        assert_eq!(parts(&old), (Severity::Warning, 0, 3));
+        assert_eq!(parts(&of(Some("7.0.15"), None)), (Severity::Ok, 2, 1));
+        assert_eq!(parts(&of(Some("7.2.0"), None)), (Severity::Ok, 3, 0));
+        assert_eq!(parts(&of(Some("10.1.0"), None)), (Severity::Ok, 3, 0));
+        let valkey = of(Some("7.2.4"), Some("Valkey 9.1.2, compatible with Redis 7.2.4"));
+        assert!(valkey.found.starts_with("Valkey 9.1.2, compatible"), "{valkey:?}");
+        assert_eq!(parts(&valkey), (Severity::Ok, 3, 0));
+        assert_eq!(of(None, None).severity, Severity::Warning);
     }
 }

@@ -131,21 +131,20 @@ impl AnalyticsSource {
         if let Some(url) = connection.url() {
             return Ok(Self::Network(ApiClient::network(&url)?));
         }
-        let opened =
-            analytics::Analytics::open_for_queries(settings.analytics_path.as_deref()).await;
+        let opened = analytics::Analytics::open_for_queries(&settings.analytics).await;
         opened.map(Self::Local).map_err(open_error)
     }
 
     /// Opens the file of the settings for a rebuild.
     async fn open_for_rebuild(settings: &Settings) -> Result<Self, CliError> {
         // Fails early if analytics is disabled, before the database is opened.
-        analytics::Analytics::check(settings.analytics_path.as_deref())?;
+        analytics::Analytics::check(&settings.analytics)?;
         let store = in_process::store(settings).await?;
         let prepared = tickets::ensure_schema(&store).await;
         prepared
             .map_err(|error| CliError::new(format!("failed to open the ticket tables: {error}")))?;
-        let path = settings.analytics_path.as_deref();
-        let opened = analytics::Analytics::open_for_rebuild(path, Arc::clone(&store)).await;
+        let opened =
+            analytics::Analytics::open_for_rebuild(&settings.analytics, Arc::clone(&store)).await;
         let opened = opened.map_err(open_error)?;
         let audit = AuditLog::open_append_only(store).await;
         let audit = audit

@@ -7,7 +7,7 @@ use crate::cli::ConnectionArgs;
 use crate::cli::api_client::ApiClient;
 use crate::cli::output::{self, OutputRows};
 use crate::cli::progress;
-use crate::cli::units::limit;
+use crate::cli::units::{limit, moment};
 use crate::exit::CliError;
 
 /// Maximum number of inconsistent issues that are listed.
@@ -32,6 +32,15 @@ enum AuditCommand {
     },
     /// List changes made over HTTP and by commands, newest first.
     Log {
+        /// Only those of this caller: the name of a token, or cli:USER.
+        #[arg(long, value_name = "NAME")]
+        caller: Option<String>,
+        /// Only those whose path contains this text, such as `purge`.
+        #[arg(long, value_name = "TEXT")]
+        path: Option<String>,
+        /// Only those of this time or later: 2026-11-15T10:00:00Z, or an age such as 1h.
+        #[arg(long, value_name = "TIME", value_parser = moment)]
+        from: Option<String>,
         /// Maximum number of entries.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
@@ -59,7 +68,11 @@ impl AuditArgs {
                     _ => Err(CliError::new("events are not fully accounted for; see above")),
                 }
             }
-            AuditCommand::Log { limit } => {
+            AuditCommand::Log { caller, path, from, limit } => {
+                let filter = [("caller", caller), ("path", path), ("from", from)];
+                let filter =
+                    filter.into_iter().filter_map(|(name, value)| Some((name, value.clone()?)));
+                let filter: Vec<_> = filter.collect();
                 let columns = &[
                     ("AT", "/at"),
                     ("CALLER", "/caller"),
@@ -70,7 +83,13 @@ impl AuditArgs {
                     ("STATUS", "/status"),
                 ];
                 client
-                    .show_pages(OutputRows::new(style, columns), "/audit", &[], "entries", *limit)
+                    .show_pages(
+                        OutputRows::new(style, columns),
+                        "/audit",
+                        &filter,
+                        "entries",
+                        *limit,
+                    )
                     .await
             }
         }

@@ -53,6 +53,12 @@ impl FailureArgs {
                     if let Some(problem) = source["problem"].as_str() {
                         output::note(&format!("{name}: not read: {problem}"));
                     }
+                    for topic in source["unread"].as_array().into_iter().flatten() {
+                        let topic = topic.as_str().unwrap_or_default();
+                        output::note(&format!(
+                            "{name}: topic `{topic}` did not answer; what was read of it before is shown"
+                        ));
+                    }
                 }
                 let mut rows = OutputRows::new(style, columns);
                 let clusters = found["clusters"].as_array().map(Vec::as_slice).unwrap_or_default();

@@ -53,6 +53,17 @@ enum GroupCommand {
         #[arg(long, value_name = "N", default_value = "1000", value_parser = limit)]
         limit: usize,
     },
+    /// List the partitions that had a new owner in the last hour, as a server noticed them.
+    Moves {
+        /// Name of the topic [default: all topics].
+        topic: Option<String>,
+        /// Only those of this group.
+        #[arg(long)]
+        group: Option<String>,
+        /// Maximum number of moves, at most 1000.
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
+        limit: usize,
+    },
     /// Delete a group; retention no longer waits for it. Refused while it has active members.
     Delete {
         /// Name of the topic.
@@ -93,7 +104,18 @@ impl GroupArgs {
                 | GroupCommand::Describe { .. }
                 | GroupCommand::Why { .. }
                 | GroupCommand::Owners { .. }
+                | GroupCommand::Moves { .. }
         )
+    }
+
+    /// Fails without a server if only a server knows the answer.
+    pub(in crate::cli) fn require_server(&self) -> Result<(), CliError> {
+        match self.command {
+            GroupCommand::Moves { .. } => {
+                self.connection.require_server("moves of partitions are noticed by servers")
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
@@ -103,11 +125,14 @@ impl GroupArgs {
                 let columns = &[("GROUP", "/group"), ("LAG", "/lag"), ("PENDING", "/pending")];
                 let mut rows = OutputRows::new(style, columns);
                 let answer = client.get(&format!("/topics/{}/groups", escape(topic)), &[]).await?;
-                answer["groups"].as_array().into_iter().flatten().for_each(|group| rows.add(group));
+                let groups = answer["groups"].as_array().map(Vec::as_slice).unwrap_or_default();
+                groups.iter().for_each(|group| rows.add(group));
+                groups.iter().for_each(note_unread);
                 rows.finish()
             }
             GroupCommand::Describe { topic, group } => {
                 let mut described = client.get(&path(topic, group), &[]).await?;
+                note_unread(&described);
                 if !style.json {
                     flatten_owners(&mut described);
                 }
@@ -134,6 +159,13 @@ impl GroupArgs {
                     let groups = page["groups"].as_array().map(Vec::as_slice).unwrap_or_default();
                     for group in groups.iter().take(left) {
                         rows.add(&with_owners(style.json, group));
+                        note_unread(group);
+                    }
+                    let unread = page["unread_topics"].as_array().into_iter().flatten();
+                    for topic in unread.filter_map(Value::as_str) {
+                        output::note(&format!(
+                            "the groups of topic `{topic}` are not listed: a server of the stream backend does not answer"
+                        ));
                     }
                     left = left.saturating_sub(groups.len());
                     match page["next_cursor"].as_str().filter(|_| left > 0) {
@@ -141,6 +173,32 @@ impl GroupArgs {
                         None => return rows.finish(),
                     }
                 }
+            }
+            GroupCommand::Moves { topic, group, limit } => {
+                let columns = &[
+                    ("AT", "/at"),
+                    ("TOPIC", "/topic"),
+                    ("GROUP", "/group"),
+                    ("PARTITION", "/partition"),
+                    ("FROM", "/from"),
+                    ("TO", "/to"),
+                    ("EPOCH", "/epoch"),
+                ];
+                let mut query = vec![("limit", limit.to_string())];
+                query.extend(topic.clone().map(|topic| ("topic", topic)));
+                query.extend(group.clone().map(|group| ("group", group)));
+                let answer = client.get("/assignment/moves", &query).await?;
+                let moves = answer["moves"].as_array().map(Vec::as_slice).unwrap_or_default();
+                if !style.json && answer["complete"] == false {
+                    output::note("not all groups are watched, or there are more moves than shown");
+                }
+                if moves.is_empty() && !style.json {
+                    output::note("no partition has moved in the last hour");
+                    return Ok(());
+                }
+                let mut rows = OutputRows::new(style, columns);
+                moves.iter().for_each(|one| rows.add(one));
+                rows.finish()
             }
             GroupCommand::Delete { topic, group, confirm } => {
                 if confirm.is_needed() {
@@ -259,13 +317,37 @@ impl PendingArgs {
     }
 }
 
-/// Shows the owner of each partition as its name, epoch and heartbeat age instead of an object.
+/// Notes which partitions of a group could not be read.
+fn note_unread(group: &Value) {
+    let partitions = group["partitions"].as_array().into_iter().flatten();
+    let unread = partitions.filter(|partition| partition["problem"].is_string());
+    let unread: Vec<String> = unread.map(|one| one["partition"].to_string()).collect();
+    if let [one, more @ ..] = &unread[..] {
+        let partitions = match more.is_empty() {
+            true => format!("partition {one} is"),
+            false => format!("partitions {} are", unread.join(", ")),
+        };
+        output::note(&format!(
+            "{partitions} not in the counts of group `{}` of topic `{}`: a server of the stream backend does not answer",
+            group["group"].as_str().unwrap_or_default(),
+            group["topic"].as_str().unwrap_or_default()
+        ));
+    }
+}
+
+/// Shows the owner and the oldest pending message of each partition as columns instead of objects.
 fn flatten_owners(group: &mut Value) {
     for partition in group["partitions"].as_array_mut().into_iter().flatten() {
         let owner = partition["owner"].take();
         partition["owner"] = owner["holder"].clone();
         partition["owner_epoch"] = owner["epoch"].clone();
         partition["owner_heartbeat_age_ms"] = owner["heartbeat_age_ms"].clone();
+        if let Some(fields) = partition.as_object_mut()
+            && let Some(oldest) = fields.remove("oldest_pending")
+        {
+            fields.insert("oldest_pending_age_ms".to_owned(), oldest["age_ms"].clone());
+            fields.insert("oldest_pending_deliveries".to_owned(), oldest["deliveries"].clone());
+        }
     }
 }
 
@@ -280,7 +362,8 @@ fn with_owners(is_json: bool, group: &Value) -> Value {
         let partitions = group["partitions"].as_array().map(Vec::as_slice).unwrap_or_default();
         let mut owners: std::collections::BTreeMap<&str, Vec<String>> = Default::default();
         for one in partitions {
-            let owner = one["owner"].as_str().unwrap_or("nobody");
+            let unowned = if one["problem"].is_string() { "unknown owner" } else { "no owner" };
+            let owner = one["owner"].as_str().unwrap_or(unowned);
             owners.entry(owner).or_default().push(one["partition"].to_string());
         }
         let owners = owners.iter().map(|(owner, of)| format!("{owner}: {}", of.join(" ")));

@@ -11,6 +11,7 @@ use crate::cli::api_client::ApiClient;
 use crate::cli::output::{self, cell};
 use crate::cli::units::{milliseconds, moment, time};
 use crate::exit::CliError;
+use crate::text::counted;
 
 /// Show how metrics changed over time.
 #[derive(Debug, clap::Args)]
@@ -24,6 +25,12 @@ pub(crate) struct HistoryArgs {
         default_value = "events,runs,runs_failed,run_p50_ms,run_p95_ms,queued,outbox_lag_ms"
     )]
     series: String,
+    /// Only this topic: messages added and settled, and the lag of each group, in the last hour. Only with --url.
+    #[arg(long, conflicts_with = "series")]
+    topic: Option<String>,
+    /// With --topic: only this group.
+    #[arg(long, requires = "topic")]
+    group: Option<String>,
     /// Begin: a time such as 2026-11-15T10:00:00Z, or an age such as 2h.
     #[arg(long, value_name = "WHEN", default_value = "1h", value_parser = moment)]
     from: String,
@@ -36,9 +43,22 @@ pub(crate) struct HistoryArgs {
 }
 
 impl HistoryArgs {
+    /// Fails without a server if only a server knows the answer.
+    pub(in crate::cli) fn require_server(&self) -> Result<(), CliError> {
+        match self.topic {
+            Some(_) => self.connection.require_server("topics are measured by servers"),
+            None => Ok(()),
+        }
+    }
+
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         let style = self.connection.style();
-        let mut query = vec![("series", self.series.clone()), ("from", self.from.clone())];
+        let mut query = vec![("from", self.from.clone())];
+        query.push(match &self.topic {
+            Some(topic) => ("topic", topic.clone()),
+            None => ("series", self.series.clone()),
+        });
+        query.extend(self.group.clone().map(|group| ("group", group)));
         query.extend(self.to.clone().map(|to| ("to", to)));
         query.extend(self.step.map(|step| ("step", format!("{}ms", milliseconds(step)))));
         let history = client.get("/history", &query).await?;
@@ -47,10 +67,16 @@ impl HistoryArgs {
             return list("points").iter().try_for_each(|point| output::json(style, point));
         }
         for mark in list("marks") {
-            let [at, process, version, plan] =
-                ["at", "process", "version", "plan"].map(|name| cell(name, &mark[name]));
+            let shown = |name: &str| cell(name, &mark[name]);
+            let [at, process, version] = ["at", "process", "version"].map(shown);
             let what = match mark["kind"].as_str() {
-                Some("plan") => format!("replay plan {plan} was made"),
+                Some("plan") => format!("replay plan {} was made", shown("plan")),
+                Some("rebalance") => {
+                    let moved = mark["partitions"].as_u64().unwrap_or(0);
+                    let moved =
+                        counted(moved, "partition has a new owner", "partitions have new owners");
+                    format!("{moved} in group {} of topic {}", shown("group"), shown("topic"))
+                }
                 _ => format!("process {process} started, version {version}"),
             };
             output::exact(&format!("{at}  {what}"))?;

@@ -31,12 +31,18 @@ enum IssueCommand {
         /// Only quarantined issues, like `--status quarantined`.
         #[arg(long)]
         quarantined: bool,
+        /// Only those that wait: for a backoff, a budget or further events.
+        #[arg(long)]
+        waiting: bool,
         /// Only those of this integration.
         #[arg(long)]
         integration: Option<String>,
         /// Only those whose last error contains this text.
         #[arg(long, value_name = "TEXT")]
         error: Option<String>,
+        /// Largest ids first.
+        #[arg(long)]
+        newest_first: bool,
         /// Maximum number of issues.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
@@ -130,8 +136,18 @@ impl IssueArgs {
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         let style = self.connection.style();
         match &self.command {
-            IssueCommand::List { status, quarantined, integration, error, limit } => {
+            IssueCommand::List {
+                status,
+                quarantined,
+                waiting,
+                integration,
+                error,
+                newest_first,
+                limit,
+            } => {
                 let mut query = Vec::new();
+                query.extend(waiting.then(|| ("waiting", "true".to_owned())));
+                query.extend(newest_first.then(|| ("newest_first", "true".to_owned())));
                 query.extend(error.clone().map(|error| ("error", error)));
                 let is_quarantined = status.as_deref() == Some("quarantined");
                 let status = status.clone().filter(|_| !is_quarantined);

@@ -1,4 +1,4 @@
-//! `headwater outbox`: list replies and events, retry dead ones, and explain why one is not delivered.
+//! `headwater outbox`: list and show replies and events, retry dead ones, and explain why one is not delivered.
 
 use clap::Subcommand;
 use serde_json::json;
@@ -31,9 +31,18 @@ enum OutboxCommand {
         /// Only those of this issue.
         #[arg(long, value_parser = number)]
         issue: Option<i64>,
+        /// Largest ids first.
+        #[arg(long)]
+        newest_first: bool,
         /// Maximum number of rows.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
+    },
+    /// Show the state of a reply or event, without its payload.
+    Show {
+        /// Row id; see `headwater outbox list`.
+        #[arg(value_parser = number)]
+        id: i64,
     },
     /// Explain why a reply or event is not delivered, and name the command that helps.
     Why {
@@ -52,6 +61,9 @@ enum OutboxCommand {
         /// With --all: only those of this integration.
         #[arg(long, requires = "all")]
         integration: Option<String>,
+        /// With --all: only those of this issue.
+        #[arg(long, requires = "all", value_parser = number)]
+        issue: Option<i64>,
         #[command(flatten)]
         confirm: ConfirmArgs,
     },
@@ -59,14 +71,16 @@ enum OutboxCommand {
 
 impl OutboxArgs {
     pub(crate) fn is_read_only(&self) -> bool {
-        matches!(self.command, OutboxCommand::List { .. } | OutboxCommand::Why { .. })
+        !matches!(self.command, OutboxCommand::Retry { .. })
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         let style = self.connection.style();
         match &self.command {
-            OutboxCommand::List { status, issue, limit }
-                if issue.is_some() || status.as_ref().is_some_and(|status| status != "dead") =>
+            OutboxCommand::List { status, issue, newest_first, limit }
+                if issue.is_some()
+                    || *newest_first
+                    || status.as_ref().is_some_and(|status| status != "dead") =>
             {
                 let columns = &[
                     ("ID", "/id"),
@@ -79,8 +93,10 @@ impl OutboxArgs {
                     ("DUE", "/due_at"),
                     ("ERROR", "/error"),
                 ];
-                let status = status.clone().filter(|status| status != "any");
+                let dead = (status.is_none() && issue.is_none()).then(|| "dead".to_owned());
+                let status = status.clone().or(dead).filter(|status| status != "any");
                 let mut query = Vec::new();
+                query.extend(newest_first.then(|| ("newest_first", "true".to_owned())));
                 query.extend(status.map(|status| ("status", status)));
                 query.extend(issue.map(|issue| ("issue", issue.to_string())));
                 let rows = OutputRows::new(style, columns);
@@ -106,6 +122,9 @@ impl OutboxArgs {
                     )
                     .await
             }
+            OutboxCommand::Show { id } => {
+                output::object(style, &client.get(&format!("/outbox/{id}"), &[]).await?)
+            }
             OutboxCommand::Why { id } => {
                 show_why(style, &client.get(&format!("/outbox/{id}/why"), &[]).await?)
             }
@@ -116,11 +135,12 @@ impl OutboxArgs {
             OutboxCommand::Retry { all: false, .. } => {
                 Err(CliError::usage("specify an ID or --all"))
             }
-            OutboxCommand::Retry { integration, confirm, .. } => {
+            OutboxCommand::Retry { integration, issue, confirm, .. } => {
                 confirm.ask("Retry all dead replies and events?")?;
                 let (progress, mut cursor, mut queued) = (progress::start("queued", None), None, 0);
                 loop {
-                    let request = json!({"integration": integration, "cursor": cursor});
+                    let request =
+                        json!({"integration": integration, "issue": issue, "cursor": cursor});
                     let answer = client.post("/outbox/retry", request).await?;
                     let some = answer["queued"].as_u64().unwrap_or(0);
                     progress.inc(some);

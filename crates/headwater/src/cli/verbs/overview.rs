@@ -1,6 +1,6 @@
 //! `headwater overview`, `headwater me` and `headwater process`: what the overview of the console shows.
 //!
-//! Upstream: `cli/mod.rs`. Downstream: the routes `/overview`, `/me` and `/processes`. Guarantees: read-only.
+//! Upstream: `cli/mod.rs`. Downstream: the routes `/overview`, `/me`, `/processes` and `/settings`. Guarantees: read-only.
 
 use clap::Subcommand;
 
@@ -35,7 +35,7 @@ impl MeArgs {
     }
 }
 
-/// Show the processes that work on issues.
+/// Show the processes that work on issues, and the settings of a server.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ProcessArgs {
     #[command(flatten)]
@@ -48,21 +48,43 @@ pub(crate) struct ProcessArgs {
 enum ProcessCommand {
     /// List the processes that work on issues.
     List,
+    /// Show the settings that a server runs with, and their sources; secrets are hidden.
+    Settings,
 }
 
 impl ProcessArgs {
+    /// Fails without a server if only a server knows the answer.
+    pub(in crate::cli) fn require_server(&self) -> Result<(), CliError> {
+        match self.command {
+            ProcessCommand::List => Ok(()),
+            ProcessCommand::Settings => self.connection.require_server(
+                "`headwater config` prints the settings of this command; those of a server are known to it",
+            ),
+        }
+    }
+
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let ProcessCommand::List = self.command;
-        let columns = &[
-            ("NAME", "/name"),
-            ("ALIVE", "/alive"),
-            ("STARTED", "/started_at"),
-            ("SEEN", "/seen_at"),
-            ("CLAIMS", "/claims"),
-        ];
+        let (path, list, columns): (_, _, &'static [_]) = match self.command {
+            ProcessCommand::List => (
+                "/processes",
+                "processes",
+                &[
+                    ("NAME", "/name"),
+                    ("ALIVE", "/alive"),
+                    ("STARTED", "/started_at"),
+                    ("SEEN", "/seen_at"),
+                    ("CLAIMS", "/claims"),
+                ],
+            ),
+            ProcessCommand::Settings => (
+                "/settings",
+                "settings",
+                &[("NAME", "/name"), ("VALUE", "/value"), ("SOURCE", "/source")],
+            ),
+        };
         let mut rows = OutputRows::new(self.connection.style(), columns);
-        let page = client.get("/processes", &[]).await?;
-        page["processes"].as_array().into_iter().flatten().for_each(|one| rows.add(one));
+        let page = client.get(path, &[]).await?;
+        page[list].as_array().into_iter().flatten().for_each(|one| rows.add(one));
         rows.finish()
     }
 }

@@ -80,6 +80,12 @@ enum TicketCommand {
         /// Only those that are handed over and assigned to nobody; open ones, unless --status says otherwise.
         #[arg(long)]
         unassigned: bool,
+        /// Only those with one of these words in the title or a message; words of less than 3 letters are ignored.
+        #[arg(long, value_name = "TEXT")]
+        words: Option<String>,
+        /// The oldest one first.
+        #[arg(long)]
+        oldest_first: bool,
         /// Maximum number of tickets.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
@@ -190,8 +196,18 @@ impl TicketArgs {
                 };
                 output::changed(style, &answer, sentence)
             }
-            TicketCommand::List { status, user, handed_over, assignee, unassigned, limit } => {
+            TicketCommand::List {
+                status,
+                user,
+                handed_over,
+                assignee,
+                unassigned,
+                words,
+                oldest_first,
+                limit,
+            } => {
                 let mut query = Vec::new();
+                query.extend(oldest_first.then(|| ("oldest_first", "true".to_owned())));
                 let is_queue = *handed_over || *unassigned;
                 let status = status.clone().or_else(|| is_queue.then(|| "open".to_owned()));
                 query.extend(handed_over.then(|| ("handed_over", "true".to_owned())));
@@ -199,6 +215,7 @@ impl TicketArgs {
                 query.extend(assignee.clone().map(|name| ("assignee", name)));
                 query.extend(status.clone().map(|status| ("status", status)));
                 query.extend(user.clone().map(|user| ("user_id", user)));
+                query.extend(words.clone().map(|words| ("words", words)));
                 let rows = match is_queue || assignee.is_some() {
                     true => OutputRows::new(style, QUEUE_COLUMNS),
                     false => OutputRows::new(style, COLUMNS),

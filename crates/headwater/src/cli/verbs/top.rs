@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::cli::ConnectionArgs;
 use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output;
-use crate::cli::top_view::{Frame, TopSnapshot};
+use crate::cli::top_view::{Frame, TopSnapshot, is_read};
 use crate::cli::units::time;
 use crate::exit::CliError;
 use crate::server::shutdown_signal::ShutdownSignal;
@@ -100,10 +100,14 @@ pub(super) async fn snapshot(
     for name in names {
         snapshot.topics.push(client.get(&path(name), &[]).await?);
     }
-    for topic in &snapshot.topics {
+    // A server that does not answer does not hide the topics of the others.
+    for topic in snapshot.topics.iter().filter(|topic| is_read(topic)) {
         let name = topic["name"].as_str().unwrap_or_default();
         // A topic deleted in the meantime has no groups.
-        let found = client.get_optional(&format!("{}/groups", path(name)), &[]).await?;
+        let found = match client.get_optional(&format!("{}/groups", path(name)), &[]).await {
+            Err(CliError::Unreachable(_)) => None,
+            found => found?,
+        };
         if let Some(Value::Array(found)) = found.map(|mut found| found["groups"].take()) {
             snapshot.groups.extend(found);
         }

@@ -55,12 +55,18 @@ enum TopicCommand {
     },
     /// List topics.
     List {
+        /// Only those whose name contains this text.
+        #[arg(long, value_name = "TEXT")]
+        name: Option<String>,
         /// Maximum number of topics.
         #[arg(long, value_name = "N", default_value = "1000", value_parser = limit)]
         limit: usize,
         /// Also list the streams of the server itself.
         #[arg(long)]
         all: bool,
+        /// Show messages added and settled per second, as the server measured them in the last minute. Only with --url.
+        #[arg(long)]
+        rates: bool,
     },
     /// Describe a topic with its keys and slots.
     Describe {
@@ -135,7 +141,40 @@ enum TopicCommand {
     },
 }
 
+/// Columns of a list of topics.
+const COLUMNS: &[(&str, &str)] = &[
+    ("NAME", "/name"),
+    ("PARTITIONS", "/partitions"),
+    ("LENGTH", "/length"),
+    ("DELAYED", "/delayed"),
+    ("DEAD LETTERS", "/dead_letters"),
+    ("GROUPS", "/groups"),
+    ("KIND", "/kind"),
+    ("DELETING SINCE", "/deleting_since"),
+    ("PROBLEM", "/problem"),
+];
+
+/// Columns of a list of topics with rates.
+const RATE_COLUMNS: &[(&str, &str)] = &[
+    ("NAME", "/name"),
+    ("ADDED/S", "/rates/added_per_second"),
+    ("SETTLED/S", "/rates/settled_per_second"),
+    ("LENGTH", "/length"),
+    ("GROUPS", "/groups"),
+    ("PROBLEM", "/problem"),
+];
+
 impl TopicArgs {
+    /// Fails without a server if only a server knows the answer.
+    pub(in crate::cli) fn require_server(&self) -> Result<(), CliError> {
+        match self.command {
+            TopicCommand::List { rates: true, .. } => {
+                self.connection.require_server("topics are measured by servers")
+            }
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn is_read_only(&self) -> bool {
         matches!(self.command, TopicCommand::List { .. } | TopicCommand::Describe { .. })
     }
@@ -171,29 +210,13 @@ impl TopicArgs {
                 };
                 output::changed(style, &answer, sentence)
             }
-            TopicCommand::List { limit, all } => {
-                let query: Vec<_> = all.then(|| ("all", "true".to_owned())).into_iter().collect();
-                client
-                    .show_pages(
-                        OutputRows::new(
-                            style,
-                            &[
-                                ("NAME", "/name"),
-                                ("PARTITIONS", "/partitions"),
-                                ("LENGTH", "/length"),
-                                ("DELAYED", "/delayed"),
-                                ("DEAD LETTERS", "/dead_letters"),
-                                ("GROUPS", "/groups"),
-                                ("KIND", "/kind"),
-                                ("DELETING SINCE", "/deleting_since"),
-                            ],
-                        ),
-                        "/topics",
-                        &query,
-                        "topics",
-                        *limit,
-                    )
-                    .await
+            TopicCommand::List { name, limit, all, rates } => {
+                let flags = [("all", *all), ("rates", *rates)].into_iter().filter(|(_, is)| *is);
+                let mut query: Vec<_> = flags.map(|(flag, _)| (flag, "true".to_owned())).collect();
+                query.extend(name.clone().map(|name| ("name", name)));
+                let columns = if *rates { RATE_COLUMNS } else { COLUMNS };
+                let rows = OutputRows::new(style, columns);
+                client.show_pages(rows, "/topics", &query, "topics", *limit).await
             }
             TopicCommand::Describe { name } => {
                 output::object(style, &client.get(&path(name), &[]).await?)

@@ -30,12 +30,7 @@ enum WebhookCommand {
 impl WebhookArgs {
     /// Fails without a server: only it knows its webhooks.
     pub(in crate::cli) fn require_server(&self) -> Result<(), CliError> {
-        match self.connection.url() {
-            Some(_) => Ok(()),
-            None => Err(CliError::usage(
-                "webhooks are counted by the server that receives them; name it with --url or HEADWATER_URL",
-            )),
-        }
+        self.connection.require_server("webhooks are counted by the server that receives them")
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {

@@ -1,12 +1,14 @@
 //! Redaction: personal data becomes placeholders before a model sees it, and is restored in what the model writes.
 //!
-//! Upstream: `handler`, for each run; `config` makes the rules. Downstream: `patterns` finds the data. No I/O.
+//! Upstream: `handler`, for each run; `config` makes the rules. Downstream: `patterns` finds the data, `json_text` the texts of a
+//! message that is JSON, which is searched as a whole, too: a pattern may be for a name and its value. No I/O.
 //! Guarantees: a value has one placeholder within a run, such as `[EMAIL_1]`; restoring a redacted text gives back the same text.
 //! Text of users that looks like a placeholder is replaced, too, so it stands for itself and for no other value. Matching takes
 //! linear time for the built-in patterns. At most [`REDACTED_VALUES_MAX`] values are remembered; further ones are replaced by a
 //! placeholder without a number, which is not restored.
 //! Not promised: that every personal value is found. A placeholder that the model changes is not restored.
 
+mod json_text;
 mod patterns;
 
 use std::collections::HashMap;
@@ -19,6 +21,7 @@ use serde_json::Value as Json;
 use crate::desk::conversation::{Conversation, ConversationEntry};
 use crate::desk::model::ToolCall;
 use crate::desk::prompt::escaped_json;
+use crate::desk::redaction::json_text::json_texts;
 use crate::desk::redaction::patterns::Detector;
 use crate::desk::tools::ToolOutcome;
 use crate::limits::{REDACTED_VALUES_MAX, REDACTION_PATTERN_BYTES_MAX, REDACTION_PATTERNS_MAX};
@@ -87,25 +90,76 @@ impl RedactionRules {
         Ok(Self { detectors, placeholder })
     }
 
-    /// What is to be replaced: ranges in order, which do not overlap, and their kinds.
-    fn find(&self, text: &str) -> Vec<(Range<usize>, &str)> {
-        let find = |detector: &'_ Detector| detector.find(text);
-        let mut found: Vec<(Range<usize>, &str)> = Vec::new();
+    /// What is to be replaced, in order.
+    fn find<'a>(&'a self, text: &str) -> Vec<FoundValue<'a>> {
+        let mut found = Vec::new();
         for detector in &self.detectors {
-            found.extend(find(detector).into_iter().map(|range| (range, detector.kind.as_str())));
+            found.extend(detector.find(text).into_iter().map(|range| FoundValue {
+                value: text[range.clone()].to_owned(),
+                range,
+                kind: &detector.kind,
+                is_number: false,
+            }));
         }
-        // Stable: of two that begin together and are equally long, the earlier rule names the kind.
-        found.sort_by_key(|(range, _)| (range.start, std::cmp::Reverse(range.end)));
-        let mut merged: Vec<(Range<usize>, &str)> = Vec::new();
-        for (range, kind) in found {
-            match merged.last_mut() {
-                // Both as a whole: a part of a value would be left over otherwise.
-                Some((last, _)) if range.start < last.end => last.end = last.end.max(range.end),
-                _ => merged.push((range, kind)),
+        merged(text, found)
+    }
+
+    /// The same in a text that may be JSON: in the whole text, and in its texts without their escapes, which may be JSON themselves.
+    /// Bounded: each further level doubles the escapes.
+    fn find_in_json<'a>(&'a self, text: &str) -> Vec<FoundValue<'a>> {
+        let mut found = Vec::new();
+        for inner in json_texts(text) {
+            let of_text = self.find_in_json(&inner.text).into_iter();
+            if inner.is_number {
+                // As a whole: it becomes a string.
+                found.extend(of_text.take(1).map(|finding| FoundValue {
+                    range: inner.place(&(0..inner.text.len())),
+                    value: inner.text.clone(),
+                    is_number: true,
+                    ..finding
+                }));
+            } else {
+                found.extend(of_text.map(|finding| FoundValue {
+                    range: inner.place(&finding.range),
+                    is_number: false,
+                    ..finding
+                }));
             }
         }
-        merged
+        // Last: of two at the same place, the value without escapes is the one to restore.
+        found.extend(self.find(text));
+        merged(text, found)
     }
+}
+
+/// A part of a text that is to be replaced.
+struct FoundValue<'a> {
+    range: Range<usize>,
+    kind: &'a str,
+    /// What its placeholder stands for.
+    value: String,
+    /// Whether it is a number of JSON, in whose place only a string can be.
+    is_number: bool,
+}
+
+/// The findings in a text in order, without overlaps.
+fn merged<'a>(text: &str, mut found: Vec<FoundValue<'a>>) -> Vec<FoundValue<'a>> {
+    // Stable: of two that begin together and are equally long, the earlier rule names the kind.
+    found.sort_by_key(|one| (one.range.start, std::cmp::Reverse(one.range.end)));
+    let mut merged: Vec<FoundValue<'a>> = Vec::new();
+    for finding in found {
+        match merged.last_mut() {
+            Some(last) if finding.range.end <= last.range.end => {}
+            // Both as a whole: a part of a value would be left over otherwise.
+            Some(last) if finding.range.start < last.range.end => {
+                last.range.end = finding.range.end;
+                last.value = text[last.range.clone()].to_owned();
+                last.is_number = false;
+            }
+            _ => merged.push(finding),
+        }
+    }
+    merged
 }
 
 /// A custom pattern that cannot be used.
@@ -171,15 +225,25 @@ impl Redaction {
 
     /// Replaces values by placeholders.
     pub(crate) fn redact(&self, text: &str) -> String {
-        let found = self.rules.find(text);
+        self.replace(text, self.rules.find(text))
+    }
+
+    /// Replaces values by placeholders in a text that may be JSON, such as the payload of a webhook without a text.
+    fn redact_message(&self, text: &str) -> String {
+        self.replace(text, self.rules.find_in_json(text))
+    }
+
+    fn replace(&self, text: &str, found: Vec<FoundValue<'_>>) -> String {
         if found.is_empty() {
             return text.to_owned();
         }
         let (mut redacted, mut at) = (String::with_capacity(text.len()), 0);
         let mut values = self.lock();
-        for (range, kind) in found {
+        for FoundValue { range, kind, value, is_number } in found {
             redacted.push_str(&text[at..range.start]);
-            redacted.push_str(&values.placeholder(&text[range.clone()], kind));
+            let quote = if is_number { "\"" } else { "" };
+            let placeholder = values.placeholder(&value, kind);
+            redacted.extend([quote, placeholder.as_str(), quote]);
             at = range.end;
         }
         redacted.push_str(&text[at..]);
@@ -218,7 +282,7 @@ impl Redaction {
         }
         let redact = |entry: &ConversationEntry| ConversationEntry {
             name: entry.name.as_deref().map(|name| self.redact(name)),
-            text: self.redact(&entry.text),
+            text: self.redact_message(&entry.text),
             ..entry.clone()
         };
         Conversation {
@@ -230,12 +294,20 @@ impl Redaction {
 
     /// A tool call with the values that the model wrote placeholders for.
     pub(crate) fn restore_call(&self, call: &ToolCall) -> ToolCall {
-        self.map_call(call, |text| self.restore(text))
+        self.map_call(call, |text| self.restore_message(text))
+    }
+
+    /// Restores values in a text that may be JSON, in which they are escaped.
+    fn restore_message(&self, text: &str) -> String {
+        let json = serde_json::from_str(text).ok().filter(is_object_or_array);
+        let Some(json) = json else { return self.restore(text) };
+        let restored = map_texts(Json::clone(&json), &|text| self.restore_message(text));
+        if restored == json { text.to_owned() } else { restored.to_string() }
     }
 
     /// A tool call of an earlier run, with placeholders for its values.
     pub(crate) fn redact_call(&self, call: &ToolCall) -> ToolCall {
-        self.map_call(call, |text| self.redact(text))
+        self.map_call(call, |text| self.redact_message(text))
     }
 
     /// Changes the texts of the arguments, and not their JSON: an escape such as `\n` before a value would hide it.
@@ -255,13 +327,17 @@ impl Redaction {
         if self.is_off() {
             return outcome;
         }
-        let redact = |json| map_texts(json, &|text| self.redact(text));
+        let redact = |json| map_texts(json, &|text| self.redact_message(text));
         let content = match serde_json::from_str::<Json>(&outcome.content) {
-            Ok(json) => escaped_json(&redact(json)),
-            Err(_) => self.redact(&outcome.content),
+            Ok(json) if !is_object_or_array(&json) => escaped_json(&redact(json)),
+            _ => self.redact_message(&outcome.content),
         };
         ToolOutcome { content, arguments: redact(outcome.arguments), ..outcome }
     }
+}
+
+fn is_object_or_array(json: &Json) -> bool {
+    json.is_object() || json.is_array()
 }
 
 /// Changes every text in a JSON value, also the names of fields.

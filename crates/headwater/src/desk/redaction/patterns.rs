@@ -1,6 +1,7 @@
 //! Finds personal data in text: e-mail addresses, phone and card numbers, IBANs, and custom patterns.
 //!
-//! Upstream: `redaction`. No I/O. Guarantees: linear time in the length of the text for the built-in patterns: the `regex` crate
+//! Upstream: `redaction`. No I/O. An escape of JSON, such as `\n`, before a value is no part of it: a text may be JSON that was cut.
+//! Guarantees: linear time in the length of the text for the built-in patterns: the `regex` crate
 //! does not backtrack, and a candidate of bounded length is checked in constant time. Cards have a valid check digit (Luhn),
 //! IBANs a valid checksum (ISO 7064), so that other numbers stay readable.
 
@@ -14,10 +15,14 @@ pub(crate) const BUILT_IN: &[&str] = &["email", "phone", "card", "iban"];
 /// Memory of a compiled custom pattern.
 const COMPILED_BYTES_MAX: usize = 1024 * 1024;
 
-const EMAIL: &str = r"[\p{L}\p{N}._%+'-]+@[\p{L}\p{N}](?:[\p{L}\p{N}-]*\.)+\p{L}[\p{L}\p{N}-]+";
+const EMAIL: &str =
+    r"[\p{L}\p{N}._%+'-]+(?:@|\\+u0040)[\p{L}\p{N}](?:[\p{L}\p{N}-]*\.)+\p{L}[\p{L}\p{N}-]+";
 const PHONE: &str = r"[+(]?[0-9][0-9 ().\-/\x{a0}]{5,22}[0-9]";
 const CARD: &str = r"[0-9](?:[ -]?[0-9]){12,18}";
 const IBAN: &str = r"[A-Za-z]{2}[0-9]{2}(?:[ -]?[A-Za-z0-9]){11,30}";
+
+/// Bytes of an escape such as `\u000a`.
+const ESCAPE_BYTES_MAX: usize = 6;
 
 /// Digits of a phone number, with the code of its country.
 const PHONE_DIGITS: Range<usize> = 7..16;
@@ -32,11 +37,13 @@ pub(super) struct Detector {
     regex: Regex,
     /// Without it, every match is found.
     check: Option<CandidateCheck>,
+    /// Whether a match begins after an escape of JSON. A custom pattern may contain escapes.
+    skips_escapes: bool,
 }
 
 impl Detector {
     pub(super) fn of(kind: &str, regex: Regex) -> Self {
-        Self { kind: kind.to_owned(), regex, check: None }
+        Self { kind: kind.to_owned(), regex, check: None, skips_escapes: false }
     }
 
     /// A pattern of [`BUILT_IN`].
@@ -49,7 +56,7 @@ impl Detector {
             _ => return None,
         };
         let regex = Regex::new(pattern).expect("the pattern is valid");
-        Some(Self { kind: name.to_uppercase(), regex, check })
+        Some(Self { kind: name.to_uppercase(), regex, check, skips_escapes: true })
     }
 
     pub(super) fn custom(name: &str, pattern: &str) -> Result<Self, String> {
@@ -59,15 +66,25 @@ impl Detector {
     }
 
     pub(super) fn find(&self, text: &str) -> Vec<Range<usize>> {
-        let Some(check) = self.check else {
+        if !self.skips_escapes {
             let found = self.regex.find_iter(text).map(|found| found.range());
             return found.filter(|range| !range.is_empty()).collect();
-        };
+        }
         let (mut found, mut at) = (Vec::new(), 0);
         while let Some(candidate) = self.regex.find_at(text, at) {
             let (start, end) = (candidate.start(), candidate.end());
-            let is_inside = text[..start].chars().next_back().is_some_and(char::is_alphanumeric);
-            at = match check(text, start, end).filter(|_| !is_inside) {
+            let escape = escape_end(text, start);
+            if let Some(end) = escape.filter(|end| *end > start) {
+                at = end;
+                continue;
+            }
+            let before = text[..start].chars().next_back().filter(|_| escape.is_none());
+            let is_inside = before.is_some_and(char::is_alphanumeric);
+            let checked = match self.check {
+                Some(check) => check(text, start, end).filter(|_| !is_inside),
+                None => Some(end),
+            };
+            at = match checked {
                 Some(end) => {
                     found.push(start..end);
                     end
@@ -83,6 +100,25 @@ impl Detector {
         }
         found
     }
+}
+
+/// Where the escape of JSON ends, such as `\n` or `\u000a`, that `at` is inside of or behind of; `None` if there is none.
+fn escape_end(text: &str, at: usize) -> Option<usize> {
+    let bytes = text.as_bytes();
+    let starts = at.saturating_sub(ESCAPE_BYTES_MAX)..at;
+    starts.rev().find_map(|start| {
+        let rest = &bytes[start..];
+        let length = match rest {
+            [b'\\', b'n' | b'r' | b't' | b'b' | b'f', ..] => 2,
+            [b'\\', b'u', digits @ ..]
+                if digits.iter().take_while(|c| c.is_ascii_hexdigit()).count() >= 4 =>
+            {
+                ESCAPE_BYTES_MAX
+            }
+            _ => return None,
+        };
+        (start + length >= at).then_some(start + length)
+    })
 }
 
 /// Ends of a candidate, longest first, that no letter or digit follows; each with its letters and digits.

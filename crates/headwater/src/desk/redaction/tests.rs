@@ -165,6 +165,112 @@ fn a_call_of_an_earlier_run_is_redacted_by_its_texts_not_by_its_json() {
     );
 }
 
+/// A text of a conversation, as the model sees it.
+fn redacted_message(text: &str) -> String {
+    redaction(&[]).redact_message(text)
+}
+
+#[test]
+fn a_text_that_is_json_is_redacted_by_its_texts() {
+    for (text, expected) in [
+        (r#"{"note":"card:\n4111 1111 1111 1111"}"#, r#"{"note":"card:\n[CARD_1]"}"#),
+        (r#"{"note":"\nada@example.com"}"#, r#"{"note":"\n[EMAIL_1]"}"#),
+        (r#"["ada\u0040example.com", 4111111111111111]"#, r#"["[EMAIL_1]", "[CARD_1]"]"#),
+        // JSON in a text of JSON.
+        (
+            r#"{"body":"{\"note\":\"tel:\\n+49 170 1234567\"}"}"#,
+            r#"{"body":"{\"note\":\"tel:\\n[PHONE_1]\"}"}"#,
+        ),
+        // Without values it stays as it was written.
+        (r#"{ "b": 1,  "a": "x" }"#, r#"{ "b": 1,  "a": "x" }"#),
+    ] {
+        assert_eq!(redacted_message(text), expected, "{text}");
+    }
+    // The tool gets the value, and not the escape before it.
+    let redaction = redaction(&[]);
+    redaction.redact_message(r#"{"note":"\nada@example.com"}"#);
+    assert_eq!(redaction.restore("[EMAIL_1]"), "ada@example.com");
+}
+
+/// A pattern for a name and its value is no pattern of one of the texts.
+#[test]
+fn a_pattern_for_more_than_one_text_of_json_is_found_beside_others() {
+    let custom = [
+        ("customer", r"customer_id\W+\d+"),
+        ("spaced", r#""pin": "[0-9]+""#),
+        ("person", r#""name":"[^"]+","mail":"[^@]+@"#),
+    ];
+    for (text, expected) in [
+        (
+            r#"{"customer_id":"123456","mail":"ada@example.com"}"#,
+            r#"{"[CUSTOMER_1]","mail":"[EMAIL_1]"}"#,
+        ),
+        // It was written with a space, and its fields are in another order.
+        (r#"{"z": "b@example.com", "pin": "1234"}"#, r#"{"z": "[EMAIL_1]", [SPACED_1]}"#),
+        // It includes a part of another value.
+        (r#"{"name":"Ada","mail":"ada@example.com"}"#, r#"{[PERSON_1]"}"#),
+        // In JSON in a text of JSON, beside a value with an escape.
+        (
+            r#"{"body":"{\"mail\":\"\\nada@example.com\",\"pin\": \"1234\"}"}"#,
+            r#"{"body":"{\"mail\":\"\\n[EMAIL_1]\",[SPACED_1]}"}"#,
+        ),
+        // A number, and a placeholder that a user wrote.
+        (
+            r#"{"customer_id": 123456, "card": 4111111111111111, "x": "[EMAIL_1]"}"#,
+            r#"{"[CUSTOMER_1], "card": "[CARD_1]", "x": "[TEXT_1]"}"#,
+        ),
+    ] {
+        let redaction = redaction(&custom);
+        assert_eq!(redaction.redact_message(text), expected, "{text}");
+        let outcome = ToolOutcome {
+            content: text.to_owned(),
+            success: true,
+            arguments: Json::Null,
+            effect: None,
+        };
+        assert_eq!(redaction.redact_outcome(outcome).content, expected, "{text}");
+    }
+    let redaction = redaction(&custom);
+    redaction.redact_message(r#"{"customer_id":"123456","mail":"ada@example.com"}"#);
+    assert_eq!(redaction.restore("[CUSTOMER_1]"), r#"customer_id":"123456"#);
+    assert_eq!(redaction.restore("[EMAIL_1]"), "ada@example.com");
+}
+
+#[test]
+fn an_escape_of_json_is_no_part_of_a_value() {
+    for (text, expected) in [
+        (r#"{"note":"card:\n4111 1111 1111 1111 and"#, r#"{"note":"card:\n[CARD_1] and"#),
+        (r"tel:\t+49 170 1234567", r"tel:\t[PHONE_1]"),
+        (r"\u00094111 1111 1111 1111", r"\u0009[CARD_1]"),
+        (r"\nDE89 3704 0044 0532 0130 00", r"\n[IBAN_1]"),
+        (r"Write to:\nada@example.com\nBye", r"Write to:\n[EMAIL_1]\nBye"),
+        (r"\u000aada@example.com", r"\u000a[EMAIL_1]"),
+        (r"ada\u0040example.com", r"[EMAIL_1]"),
+        (r"\\nada\\u0040example.com", r"\\n[EMAIL_1]"),
+    ] {
+        let redaction = redaction(&[]);
+        let shown = redaction.redact(text);
+        assert_eq!(shown, expected, "{text}");
+        assert_eq!(redaction.restore(&shown), text);
+    }
+    // Other letters before a number make it another text, as before.
+    let text = "Order n4111111111111111";
+    assert_eq!(redacted(text), text);
+}
+
+#[test]
+fn a_text_of_json_in_a_tool_result_is_redacted_and_restored() {
+    let redaction = redaction(&[]);
+    let inner = json!({"note": "Call:\n+49 170 1234567", "quote": "\""}).to_string();
+    let arguments = json!({ "body": inner }).to_string();
+    let call = ToolCall { id: "1".into(), name: "t".into(), arguments: arguments.clone() };
+    let shown = redaction.redact_call(&call);
+    assert!(shown.arguments.contains("[PHONE_1]"), "{}", shown.arguments);
+    assert!(!shown.arguments.contains("1234567"), "{}", shown.arguments);
+    let real: Json = serde_json::from_str(&redaction.restore_call(&shown).arguments).unwrap();
+    assert_eq!(real, serde_json::from_str::<Json>(&arguments).unwrap());
+}
+
 #[test]
 fn names_and_texts_of_a_conversation_are_redacted() {
     let entry = ConversationEntry {

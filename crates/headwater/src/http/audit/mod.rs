@@ -4,8 +4,9 @@
 //! for commands that open the streams themselves. Downstream: the table `audit_log` in the same database as the
 //! issues, shared by all processes.
 //! Guarantees: an entry is committed before its change begins; if that fails, the change is rejected. The status is
-//! added afterwards; an entry without a status belongs to an interrupted change. Servers keep at most
-//! `audit.rows_max` entries, plus up to a thousand; commands remove none. Bodies are not recorded, because they may
+//! added afterwards; an entry without a status belongs to an interrupted change. The entry of a request whose route says
+//! that it was a dry run ([`DryRun`]) is removed again, because bodies are not recorded and it would look like the change.
+//! Servers keep at most `audit.rows_max` entries, plus up to a thousand; commands remove no others. Bodies may
 //! be confidential. Sending and consuming messages is not recorded, except for the server's own streams: it would evict
 //! everything else, and topics must work without the database. Metrics count those requests.
 
@@ -13,12 +14,12 @@ mod sql;
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::header;
 use axum::middleware::Next;
 use axum::response::Response;
+use axum::{Extension, Json};
 use futures_util::{StreamExt, stream};
 use headwater_issue::{IssueError, IssueId, Store};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
@@ -39,7 +40,7 @@ use crate::http::auth::{self, Principal};
 use crate::http::body::{JsonResult, NDJSON};
 use crate::http::client_address::ClientAddress;
 use crate::http::extract::QueryParams;
-use crate::http::paging::{self, PageQuery};
+use crate::http::paging;
 use crate::http::router::EXTENSION_PREFIX;
 use crate::server::app_state::App;
 use crate::tickets::{self, TICKET_EVENTS};
@@ -51,6 +52,8 @@ const PATH_BYTES_MAX: usize = 512;
 /// Default and maximum entries of a page.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
+/// Entries that one page compares with a filter. Paths and callers have no index, because each change would pay for it.
+const SEARCHED_MAX: usize = 10_000;
 /// Default and maximum issues of a page of a consistency check.
 const CONSISTENCY_DEFAULT: usize = 200;
 const CONSISTENCY_MAX: usize = headwater_issue::limits::PAGE_MAX;
@@ -78,11 +81,57 @@ struct AuditRow {
     status: Option<u16>,
 }
 
+/// Which entries a page has.
+#[derive(Clone, Debug, Default)]
+struct AuditFilter {
+    /// Only entries of this caller.
+    caller: Option<String>,
+    /// Only entries whose path contains this text, in upper or lower case.
+    path: Option<String>,
+    /// Only entries of this time or later.
+    from: Option<Timestamp>,
+}
+
+impl AuditFilter {
+    fn is_empty(&self) -> bool {
+        self.caller.is_none() && self.path.is_none() && self.from.is_none()
+    }
+}
+
+/// A page of the entries that match a filter.
+#[derive(Debug, PartialEq, Eq)]
+struct AuditRows {
+    entries: Vec<AuditRow>,
+    /// How many entries were compared with the filter, at most [`SEARCHED_MAX`].
+    searched: usize,
+    /// The id of the last of them, if there may be more.
+    next: Option<String>,
+}
+
 /// A pending write.
 #[derive(Clone, Debug)]
 enum AuditWrite {
     Begin(AuditRow),
-    End { id: String, status: u16 },
+    End {
+        id: String,
+        status: u16,
+    },
+    /// Removes an entry that has no status.
+    Remove {
+        id: String,
+    },
+}
+
+/// Mark of the response to a dry run, which has changed nothing. Only the routes that made the dry run set it, so a change cannot
+/// lose its entry.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DryRun;
+
+impl DryRun {
+    /// The mark of a response, if it is one to a dry run.
+    pub(crate) fn mark(is_dry_run: bool) -> Option<Extension<Self>> {
+        is_dry_run.then_some(Extension(Self))
+    }
 }
 
 /// The audit log.
@@ -175,6 +224,13 @@ impl AuditLog {
         }
     }
 
+    /// Removes the entry of a request that has changed nothing.
+    async fn remove(&self, id: String) {
+        if let Err(error) = self.write(AuditWrite::Remove { id }).await {
+            warn!(?error, "failed to remove the entry of a dry run from the audit log");
+        }
+    }
+
     async fn write(&self, write: AuditWrite) -> Result<(), ApiError> {
         match self.writes.call(write).await {
             Ok(written) => Ok(written?),
@@ -182,12 +238,18 @@ impl AuditLog {
         }
     }
 
-    async fn page(&self, before: Option<&str>, limit: usize) -> Result<Vec<AuditRow>, IssueError> {
-        sql::page(self.store.as_ref(), before, limit).await
+    async fn page(
+        &self,
+        filter: &AuditFilter,
+        before: Option<&str>,
+        limit: usize,
+    ) -> Result<AuditRows, IssueError> {
+        sql::page(self.store.as_ref(), filter, before, (limit, SEARCHED_MAX)).await
     }
 }
 
-/// Middleware: records every change before it begins, and its status afterwards.
+/// Middleware: records every change before it begins, and its status afterwards. Whether a request is a dry run is known to its
+/// route only, so its entry is removed afterwards; that of one that was rejected stays.
 pub(crate) async fn record(
     State(audit): State<Arc<AuditLog>>,
     request: Request,
@@ -198,6 +260,10 @@ pub(crate) async fn record(
     }
     let id = audit.begin(entry(&request)).await?;
     let response = next.run(request).await;
+    if response.extensions().get::<DryRun>().is_some() {
+        audit.remove(id).await;
+        return Ok(response);
+    }
     let status = response.status().as_u16();
     if is_ndjson(&response) {
         return Ok(response.map(|body| finish_with_body(body, audit, id, status)));
@@ -276,12 +342,56 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(list)).routes(routes!(books))
 }
 
+/// Filter of the audit log.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct AuditQuery {
+    /// Only entries of this caller: the name of a token, or `cli:USER`.
+    caller: Option<String>,
+    /// Only entries whose path contains this text, in upper or lower case.
+    path: Option<String>,
+    /// Only entries of this time or later, such as `2026-11-15T10:00:00Z`.
+    from: Option<String>,
+    /// `next_cursor` of the previous page.
+    cursor: Option<String>,
+    /// Maximum number of entries: 50 by default, 500 at most.
+    limit: Option<usize>,
+}
+
+impl AuditQuery {
+    fn filter(&self) -> Result<AuditFilter, ApiError> {
+        let text = |name: &str, value: &Option<String>| match value {
+            Some(value) if value.contains('\0') => {
+                Err(ApiError::invalid(format!("`{name}` contains a control character")))
+            }
+            // A form sends its empty fields, too.
+            value => Ok(value.clone().filter(|value| !value.is_empty())),
+        };
+        let time = |text: String| {
+            Timestamp::from_rfc3339(&text).ok_or_else(|| {
+                let allowed = "expected a time such as 2026-11-15T10:00:00Z";
+                ApiError::invalid(format!("invalid `from` = `{text}`; {allowed}"))
+            })
+        };
+        Ok(AuditFilter {
+            caller: text("caller", &self.caller)?,
+            path: text("path", &self.path)?,
+            from: text("from", &self.from)?.map(time).transpose()?,
+        })
+    }
+}
+
 /// A page of audit entries.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct AuditPage {
     entries: Vec<AuditEntryDto>,
     /// Cursor of the next page, or `null`.
     next_cursor: Option<String>,
+    /// With a filter: how many entries were searched for this page, from `cursor` on, at most 10000. If `next_cursor` is not `null`,
+    /// the next page continues with older ones; a page may be empty although there is a next one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    searched: Option<usize>,
 }
 
 /// A recorded change.
@@ -299,22 +409,26 @@ pub(crate) struct AuditEntryDto {
 }
 
 /// List changes made over HTTP and by local commands, newest first.
-#[utoipa::path(get, path = "/audit", tag = "audit", params(PageQuery), responses((status = 200, body = AuditPage)))]
+#[utoipa::path(get, path = "/audit", tag = "audit", params(AuditQuery), responses((status = 200, body = AuditPage)))]
 async fn list(
     State(app): State<App>,
     principal: Principal,
-    QueryParams(query): QueryParams<PageQuery>,
+    QueryParams(query): QueryParams<AuditQuery>,
 ) -> JsonResult<AuditPage> {
     principal.require_role(Role::Admin)?;
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
+    let filter = query.filter()?;
     let cursor = query.cursor.as_deref().map(|cursor| {
         let wrong = |_| ApiError::invalid("`cursor` must be the `next_cursor` of a previous page");
         Uuid::parse_str(cursor).map(|id| id.to_string()).map_err(wrong)
     });
     let cursor = cursor.transpose()?;
-    let entries = app.audit.page(cursor.as_deref(), limit).await?;
-    let next = entries.last().filter(|_| entries.len() == limit).map(|entry| entry.id.clone());
-    Ok(Json(AuditPage { entries: entries.into_iter().map(describe).collect(), next_cursor: next }))
+    let page = app.audit.page(&filter, cursor.as_deref(), limit).await?;
+    Ok(Json(AuditPage {
+        entries: page.entries.into_iter().map(describe).collect(),
+        next_cursor: page.next,
+        searched: (!filter.is_empty()).then_some(page.searched),
+    }))
 }
 
 fn describe(entry: AuditRow) -> AuditEntryDto {

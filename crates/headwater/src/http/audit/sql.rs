@@ -6,11 +6,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use headwater_issue::{IssueError, SqlRow, Store};
+use headwater_issue::{IssueError, ReadConnection, SqlRow, Store};
 use headwater_stream::clock::Timestamp;
 use tracing::warn;
 
-use crate::http::audit::{AuditRow, AuditWrite};
+use crate::http::audit::{AuditFilter, AuditRow, AuditRows, AuditWrite};
 
 /// The log is trimmed when it exceeds the maximum by this many entries.
 const TRIM_EVERY: u64 = 1000;
@@ -101,6 +101,10 @@ impl AuditWriter {
                     let update = "UPDATE audit_log SET status = $2 WHERE id = $1";
                     connection.execute(update, &[id.into(), i64::from(*status).into()]).await
                 }
+                AuditWrite::Remove { id } => {
+                    let delete = "DELETE FROM audit_log WHERE id = $1 AND status IS NULL";
+                    connection.execute(delete, &[id.into()]).await
+                }
             };
             written.map_err(|error| failed("failed to write the audit log", error))?;
         }
@@ -108,22 +112,75 @@ impl AuditWriter {
     }
 }
 
-/// A page of entries before `before`, newest first.
+/// A page of the entries before `before` that match, newest first: at most `limit` of the next `searched_max`.
 pub(super) async fn page(
     store: &dyn Store,
+    filter: &AuditFilter,
     before: Option<&str>,
-    limit: usize,
-) -> Result<Vec<AuditRow>, IssueError> {
-    let select = "SELECT id, headwater_ms(at), caller, role, client, method, path, status
-         FROM audit_log WHERE id < $1 ORDER BY id DESC LIMIT $2";
+    (limit, searched_max): (usize, usize),
+) -> Result<AuditRows, IssueError> {
+    let mut reading = store.read_connection().await?;
+    let page = read_page(&mut reading, filter, before, (limit, searched_max)).await;
+    reading.release().await;
+    page.map_err(|error| failed("failed to read the audit log", error))
+}
+
+async fn read_page(
+    reading: &mut ReadConnection,
+    filter: &AuditFilter,
+    before: Option<&str>,
+    (limit, searched_max): (usize, usize),
+) -> Result<AuditRows, sqlx::Error> {
+    let select = "SELECT id, headwater_ms(at), caller, role, client, method, path, status FROM (
+             SELECT id, at, caller, role, client, method, path, status FROM audit_log
+             WHERE id < $1 AND id >= $2 ORDER BY id DESC LIMIT $3) AS searched
+         WHERE ($4::text IS NULL OR caller = $4) AND ($5::text IS NULL OR lower(path) LIKE $5 ESCAPE '!')
+             AND at >= headwater_time($6)
+         ORDER BY id DESC LIMIT $7";
+    let to_i64 = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
     // Ids consist of hexadecimal digits and dashes, which sort before `g`.
     let before = before.unwrap_or("g");
-    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    let mut reading = store.read_connection().await?;
-    let rows = reading.connection().fetch_all(select, &[before.into(), limit.into()]).await;
-    reading.release().await;
-    let entries = rows.and_then(|rows| rows.iter().map(read).collect());
-    entries.map_err(|error| failed("failed to read the audit log", error))
+    let first = filter.from.map(first_id).unwrap_or_default();
+    let pattern = filter.path.as_deref().map(pattern);
+    let from_ms = filter.from.map_or(0, Timestamp::as_millis);
+    let parameters = [
+        before.into(),
+        (&first).into(),
+        to_i64(searched_max).into(),
+        filter.caller.as_deref().into(),
+        pattern.as_deref().into(),
+        i64::try_from(from_ms).unwrap_or(i64::MAX).into(),
+        to_i64(limit).into(),
+    ];
+    let rows = reading.connection().fetch_all(select, &parameters).await?;
+    let entries: Vec<AuditRow> = rows.iter().map(read).collect::<Result<_, _>>()?;
+    // A full page ends with its last entry, any other one with the last that was compared.
+    let end = entries.last().filter(|_| entries.len() == limit).map(|entry| entry.id.clone());
+    let select = "SELECT count(*), min(id) FROM (SELECT id FROM audit_log
+             WHERE id < $1 AND id >= $2 ORDER BY id DESC LIMIT $3) AS searched";
+    let first = end.as_deref().unwrap_or(&first);
+    let parameters = [before.into(), first.into(), to_i64(searched_max).into()];
+    let counted = reading.connection().fetch_optional(select, &parameters).await?;
+    let counted = counted.ok_or(sqlx::Error::RowNotFound)?;
+    let searched = usize::try_from(counted.get::<i64>(0)?).unwrap_or_default();
+    let last: Option<String> = counted.get(1)?;
+    let next = end.or_else(|| last.filter(|_| searched == searched_max));
+    Ok(AuditRows { entries, searched, next })
+}
+
+/// What the ids of entries of a time or later begin with, or are greater than. An id has the time at which it was made, which may be a
+/// little before the time of its entry.
+fn first_id(from: Timestamp) -> String {
+    const MARGIN_MS: u64 = 1000;
+    // UUIDs have 48 bits for their milliseconds.
+    let ms = from.as_millis().saturating_sub(MARGIN_MS).min(0xffff_ffff_ffff);
+    format!("{:08x}-{:04x}-", ms >> 16, ms & 0xffff)
+}
+
+/// A pattern of `LIKE ... ESCAPE '!'` for texts in lower case that contain this one.
+fn pattern(text: &str) -> String {
+    let escaped = text.to_lowercase().replace('!', "!!").replace('%', "!%").replace('_', "!_");
+    format!("%{escaped}%")
 }
 
 fn read(row: &SqlRow) -> Result<AuditRow, sqlx::Error> {
@@ -160,6 +217,96 @@ mod tests {
         }
     }
 
+    async fn newest_of(store: &dyn Store, before: Option<&str>, limit: usize) -> Vec<AuditRow> {
+        page(store, &AuditFilter::default(), before, (limit, 10_000)).await.unwrap().entries
+    }
+
+    /// Entry `number` was made so many minutes after the first; each tenth is a purge by `boss`.
+    fn minute(number: u64) -> AuditRow {
+        let at = Timestamp::from_millis(1_767_225_600_123 + number * 60_000);
+        let ms = at.as_millis();
+        let id = format!("{:08x}-{:04x}-7000-8000-{number:012x}", ms >> 16, ms & 0xffff);
+        let plain = AuditRow { id, at, ..entry(number) };
+        match number % 10 {
+            0 => AuditRow {
+                caller: "boss".to_owned(),
+                path: format!("/api/v1/topics/100%25_{number}/dead-letters/Purge"),
+                ..plain
+            },
+            _ => plain,
+        }
+    }
+
+    async fn entries_are_found_by_caller_path_and_time(url: &str) {
+        let store = connect(url, &StoreOptions::default()).await.unwrap();
+        crate::tickets::migrate(store.as_ref()).await.unwrap();
+        let writer = AuditWriter::new(Arc::clone(&store), None);
+        let begin: Vec<_> = (0..100).map(|number| AuditWrite::Begin(minute(number))).collect();
+        assert!(writer.write(&begin).await.iter().all(Result::is_ok));
+        let find = async |filter: &AuditFilter, before: Option<&str>, limit, searched_max| {
+            let found = page(store.as_ref(), filter, before, (limit, searched_max)).await.unwrap();
+            (found.entries, found.searched, found.next)
+        };
+        let purges =
+            |numbers: &[u64]| numbers.iter().map(|number| minute(*number)).collect::<Vec<_>>();
+        let boss = AuditFilter { caller: Some("boss".to_owned()), ..AuditFilter::default() };
+        let all = purges(&[90, 80, 70, 60, 50, 40, 30, 20, 10, 0]);
+        assert_eq!(find(&boss, None, 50, 1000).await, (all.clone(), 100, None));
+        for (caller, path, count) in [
+            (None, "dead-letters/purge", 10),
+            (None, "100%25_", 10),
+            (Some("boss"), "PURGE", 10),
+            // Neither is a wildcard.
+            (None, "100_25", 0),
+            (None, "topics/%/dead-letters", 0),
+            (Some("bos"), "purge", 0),
+            (Some("boss"), "retry", 0),
+            (None, "'; DROP TABLE audit_log; --", 0),
+        ] {
+            let (caller, path) = (caller.map(str::to_owned), Some(path.to_owned()));
+            let filter = AuditFilter { caller, path, from: None };
+            let (found, searched, next) = find(&filter, None, 50, 1000).await;
+            assert_eq!((found.len(), searched, next), (count, 100, None), "{filter:?}");
+        }
+
+        // A full page ends with its last entry, another one where its search ends.
+        let (found, searched, next) = find(&boss, None, 3, 1000).await;
+        assert_eq!((found, searched), (purges(&[90, 80, 70]), 30));
+        let (found, searched, next) = find(&boss, next.as_deref(), 50, 25).await;
+        assert_eq!((found, searched), (purges(&[60, 50]), 25));
+        assert_eq!(next, Some(minute(45).id));
+        let (found, searched, next) = find(&boss, next.as_deref(), 50, 4).await;
+        assert_eq!((found, searched), (vec![], 4), "an empty page with a next one");
+        let (found, searched, next) = find(&boss, next.as_deref(), 50, 1000).await;
+        assert_eq!((found, searched, next), (purges(&[40, 30, 20, 10, 0]), 41, None));
+
+        // Entries before a time are not read.
+        let from = AuditFilter { from: Some(minute(80).at), ..AuditFilter::default() };
+        let (found, searched, next) = find(&from, None, 50, 1000).await;
+        assert_eq!((found.len(), searched, next), (20, 20, None));
+        assert_eq!(found.last(), Some(&minute(80)));
+        let after = Timestamp::from_millis(minute(80).at.as_millis() + 1);
+        let after = AuditFilter { from: Some(after), ..boss.clone() };
+        assert_eq!(find(&after, None, 50, 1000).await.0, purges(&[90]));
+        let from = Timestamp::from_rfc3339("9999-12-31T23:59:59Z");
+        let future = AuditFilter { from, ..boss };
+        assert_eq!(find(&future, None, 50, 1000).await, (vec![], 0, None));
+        store.close().await;
+    }
+
+    #[tokio::test]
+    async fn sqlite_entries_are_found_by_caller_path_and_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite:{}", directory.path().join("a.db").display());
+        entries_are_found_by_caller_path_and_time(&url).await;
+    }
+
+    #[tokio::test]
+    async fn postgres_entries_are_found_by_caller_path_and_time() {
+        let database = Postgres::shared().unwrap().database().unwrap();
+        entries_are_found_by_caller_path_and_time(&database.url()).await;
+    }
+
     async fn entries_are_written_completed_paged_and_trimmed(url: &str) {
         let store = connect(url, &StoreOptions::default()).await.unwrap();
         crate::tickets::migrate(store.as_ref()).await.unwrap();
@@ -170,25 +317,33 @@ mod tests {
         let end = AuditWrite::End { id: entry(249).id, status: 200 };
         assert!(writer.write(&[end]).await[0].is_ok());
 
-        let newest = page(store.as_ref(), None, 2).await.unwrap();
+        let newest = newest_of(store.as_ref(), None, 2).await;
         assert_eq!(newest, [AuditRow { status: Some(200), ..entry(249) }, entry(248)]);
-        let next = page(store.as_ref(), Some(&newest[1].id), 1).await.unwrap();
+        let next = newest_of(store.as_ref(), Some(&newest[1].id), 1).await;
         assert_eq!(next, [entry(247)]);
+
+        // Only what has no status yet is removed.
+        let remove = |number| AuditWrite::Remove { id: entry(number).id };
+        let removed = writer.write(&[remove(249), remove(248)]).await;
+        assert!(removed.iter().all(Result::is_ok));
+        let newest = newest_of(store.as_ref(), None, 2).await;
+        assert_eq!(newest, [AuditRow { status: Some(200), ..entry(249) }, entry(247)]);
+        assert!(writer.write(&[AuditWrite::Begin(entry(248))]).await[0].is_ok());
 
         // Opening in append-only mode removes nothing; a server trims to its setting.
         crate::http::audit::AuditLog::open_append_only(Arc::clone(&store)).await.unwrap();
         let appending = AuditWriter::new(Arc::clone(&store), None);
         let more: Vec<_> = (0..TRIM_EVERY).map(|number| AuditWrite::Begin(entry(number))).collect();
         assert!(appending.write(&more).await.iter().all(Result::is_ok));
-        let there = page(store.as_ref(), None, 2000).await.unwrap().len();
+        let there = newest_of(store.as_ref(), None, 2000).await.len();
         assert_eq!(there as u64, TRIM_EVERY);
 
         crate::http::audit::AuditLog::open(Arc::clone(&store), 100).await.unwrap();
-        let kept = page(store.as_ref(), None, 1000).await.unwrap();
+        let kept = newest_of(store.as_ref(), None, 1000).await;
         assert_eq!(kept.len(), 100);
         assert_eq!(kept[99], entry(TRIM_EVERY - 100));
         trim(store.as_ref(), 100).await.unwrap();
-        assert_eq!(page(store.as_ref(), None, 1000).await.unwrap().len(), 100);
+        assert_eq!(newest_of(store.as_ref(), None, 1000).await.len(), 100);
         store.close().await;
     }
 

@@ -1,5 +1,5 @@
 //! Data of the demo for the screens of the console: a topic with a group, dead letters of two causes and a delayed message, a
-//! refused reply, a draft, a replay plan, and a stream to assign. Tickets and sessions come from the demo itself.
+//! refused reply, a draft, a ticket that is handed over, a replay plan, and a stream to assign. Other tickets and sessions come from the demo itself.
 //!
 //! Upstream: `demo.rs`. Downstream: only the server's HTTP API. Guarantees: a second demo on the same data adds to it and does not
 //! fail.
@@ -44,6 +44,9 @@ impl DemoClient {
         );
         self.webhook(secret, INTEGRATION, REFUSED_ISSUE, "Please cancel order 78.").await?;
         self.webhook(secret, REVIEWED, "79", "The invoice of order 79 is wrong.").await?;
+        // The scripted model hands over when it reads this.
+        let for_a_person = json!({"title": "A refund", "content": "My refund is late. I want to talk to a person."});
+        self.post("/api/v1/tickets", &for_a_person).await?;
         self.fill_topic().await?;
         self.fill_plan().await?;
         let path = "/api/v1/assignments/cameras/streams";
@@ -53,11 +56,12 @@ impl DemoClient {
         ensure!(status < 300 || status == 409, "POST {path} returned {status}: {answer}");
         self.until("/api/v1/outbox/dead", "rows").await?;
         self.until("/api/v1/drafts", "drafts").await?;
+        self.until("/api/v1/tickets?handed_over=true", "tickets").await?;
         let failed = FAILURES.len();
         print_step(
             "filled",
             &format!(
-                "topic `{TOPIC}` with {MESSAGES} messages, {failed} dead letters and a delayed message; a refused reply; a draft; a replay plan"
+                "topic `{TOPIC}` with {MESSAGES} messages, {failed} dead letters and a delayed message; a refused reply; a draft; a ticket for a person; a replay plan"
             ),
         );
         Ok(())

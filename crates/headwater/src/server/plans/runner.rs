@@ -66,6 +66,8 @@ struct HeldPlan {
     renewed: Instant,
     /// Whether letters may have been sent whose entries are not stored.
     needs_recovery: bool,
+    /// Whether recorded letters are known to be unsent. They are sent as soon as the plan runs.
+    has_unsent: bool,
     outcomes: HashMap<String, ReplayOutcomes>,
     observe_at: Instant,
     send_at: Instant,
@@ -221,19 +223,23 @@ impl PlanRunner {
         if plan.problem.is_some() && now < held.observe_at && held.needs_recovery {
             return Ok(true);
         }
-        if held.needs_recovery {
-            self.recover(&mut plan, held).await?;
-            held.needs_recovery = false;
-        }
-        if now >= held.observe_at && plan.progress.awaited() > 0 {
-            self.observe(&mut plan, held).await?;
-            held.observe_at = Instant::now() + OBSERVE_EVERY;
+        let has_ended = !matches!(plan.state, PlanState::Running | PlanState::Paused);
+        // Streams that do not answer keep no plan that has ended.
+        let is_old = has_ended && plan.unchanged_for >= OBSERVED_AFTER_END;
+        if !is_old {
+            let can_send = held.has_unsent && plan.state == PlanState::Running;
+            if held.needs_recovery || can_send {
+                held.has_unsent = self.recover(&mut plan, held).await?;
+                held.needs_recovery = false;
+            }
+            if now >= held.observe_at && plan.progress.awaited() > 0 {
+                self.observe(&mut plan, held).await?;
+                held.observe_at = Instant::now() + OBSERVE_EVERY;
+            }
         }
         match plan.state {
             PlanState::Running => self.act(&mut plan, held).await?,
             _ => {
-                let is_old = plan.unchanged_for >= OBSERVED_AFTER_END;
-                let has_ended = plan.state != PlanState::Paused;
                 if has_ended && (plan.progress.awaited() == 0 || is_old) {
                     let update = PlanUpdate { is_over: true, ..PlanUpdate::default() };
                     self.save(&plan, held, update).await?;
@@ -250,17 +256,18 @@ impl PlanRunner {
         Ok(true)
     }
 
-    /// Finds out which recorded letters were sent, and sends the others if the plan runs.
-    async fn recover(&self, plan: &mut ReplayPlan, held: &mut HeldPlan) -> Result<(), TurnError> {
+    /// Finds out which recorded letters were sent, and sends the others if the plan runs. Returns whether some are not sent.
+    async fn recover(&self, plan: &mut ReplayPlan, held: &mut HeldPlan) -> Result<bool, TurnError> {
         let letters = rows::letters(self.store.as_ref(), plan.id).await?;
         let unsent: Vec<PlanLetter> =
             letters.into_iter().filter(|letter| letter.entry.is_none()).collect();
         // Before anything is sent: what was sent by a predecessor must be known before outcomes are read.
         let rest = self.store_entries(plan, held, unsent, SendMode::Look).await?;
-        if plan.state == PlanState::Running {
-            self.store_entries(plan, held, rest, SendMode::Send).await?;
+        if plan.state != PlanState::Running {
+            return Ok(!rest.is_empty());
         }
-        Ok(())
+        self.store_entries(plan, held, rest, SendMode::Send).await?;
+        Ok(false)
     }
 
     /// Sends recorded letters, or only looks where they are, and stores their entries. Returns those that are not sent.
@@ -483,6 +490,7 @@ impl HeldPlan {
             epoch,
             renewed,
             needs_recovery: true,
+            has_unsent: false,
             outcomes: HashMap::new(),
             observe_at: now,
             send_at: now,

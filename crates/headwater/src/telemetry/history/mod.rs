@@ -2,12 +2,13 @@
 //! all processes in SQL.
 //!
 //! Upstream: `server/run.rs` runs it in every process. Downstream: `series.rs` (what is recorded), `rows.rs` (the table), and
-//! `api/history.rs`, which reads it. Guarantees: memory is bounded; sampling never waits for the database: minutes wait in a bounded
+//! `api/history.rs`, which reads it; `topics.rs` is the history of single topics. Guarantees: memory is bounded; sampling never waits for the database: minutes wait in a bounded
 //! buffer, and the oldest is dropped and counted if it is full. A time without samples is a gap. Gauges that could not be
 //! updated are left out, so an outage of the database is a gap too.
 
 pub(crate) mod rows;
 pub(crate) mod series;
+pub(crate) mod topics;
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

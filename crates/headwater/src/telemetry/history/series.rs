@@ -37,25 +37,34 @@ struct LatencySeries {
     metric: &'static str,
     /// Name, quantile and meaning of each shown series.
     quantiles: [(&'static str, f64, &'static str); 3],
+    /// Name and meaning of the series of all buckets.
+    buckets: (&'static str, &'static str),
 }
 
 #[rustfmt::skip]
-const COUNTERS: [CounterSeries; 10] = [
+const COUNTERS: [CounterSeries; 16] = [
     counter("events", "headwater_events_recorded_total", &["result=\"recorded\""], "events recorded"),
     counter("runs", "headwater_issues_processed_total", &["result=\"done\""], "runs that ended well"),
     counter("runs_failed", "headwater_issues_processed_total", &["result=\"failed\"", "result=\"quarantined\""], "runs that failed"),
     counter("deliveries", "headwater_outbox_deliveries_total", &["result=\"delivered\""], "replies and events delivered"),
     counter("deliveries_failed", "headwater_outbox_deliveries_total", &["result=\"retry\"", "result=\"away\"", "result=\"dead\""], "deliveries that failed"),
+    counter("deliveries_refused", "headwater_outbox_deliveries_total", &["result=\"retry\"", "result=\"dead\""], "deliveries that the receiver refused"),
+    counter("deliveries_away", "headwater_outbox_deliveries_total", &["result=\"away\""], "deliveries whose receiver was unavailable"),
+    counter("model_failures", "headwater_model_failures_total", &[], "calls of the model that failed"),
     counter("messages", "headwater_produced_total", &["result=\"ok\""], "messages sent to topics"),
     counter("messages_done", "headwater_acks_total", &[], "messages settled"),
     counter("dead_letters", "headwater_dead_letters_total", &[], "messages that became dead letters"),
+    counter("dead_letters_handler", "headwater_dead_letters_total", &["result=\"attempts\"", "result=\"handler\""], "dead letters whose handler failed or rejected them"),
+    counter("dead_letters_crashes", "headwater_dead_letters_total", &["result=\"crashes\""], "dead letters whose consumers crashed"),
+    counter("dead_letters_malformed", "headwater_dead_letters_total", &["result=\"malformed\"", "result=\"missing\""], "dead letters that could not be read"),
     counter("http_requests", "headwater_http_requests_total", &[], "HTTP requests"),
     counter("http_errors", "headwater_http_requests_total", &["status=\"500\"", "status=\"502\"", "status=\"503\"", "status=\"504\""], "HTTP requests that failed in the server"),
 ];
 
 #[rustfmt::skip]
-const GAUGES: [GaugeSeries; 6] = [
+const GAUGES: [GaugeSeries; 7] = [
     gauge("queued", "headwater_issues", "status=\"queued\"", 1.0, "issues that wait for a worker"),
+    gauge("oldest_wait_ms", "headwater_issues_oldest_wait_seconds", "", 1000.0, "longest time that a queued issue has waited"),
     gauge("processing", "headwater_issues", "status=\"processing\"", 1.0, "issues in processing"),
     gauge("quarantined", "headwater_issues", "status=\"quarantined\"", 1.0, "quarantined issues"),
     gauge("outbox_pending", "headwater_outbox_rows", "status=\"pending\"", 1.0, "replies and events to deliver"),
@@ -72,6 +81,7 @@ const LATENCIES: [LatencySeries; 2] = [
             ("run_p95_ms", 0.95, "95 % of the runs took at most this long"),
             ("run_p99_ms", 0.99, "99 % of the runs took at most this long"),
         ],
+        buckets: ("run_times", "how many runs took up to each bound, and how many longer"),
     },
     LatencySeries {
         name: "http",
@@ -81,6 +91,10 @@ const LATENCIES: [LatencySeries; 2] = [
             ("http_p95_ms", 0.95, "95 % of the HTTP responses began within this time"),
             ("http_p99_ms", 0.99, "99 % of the HTTP responses began within this time"),
         ],
+        buckets: (
+            "http_times",
+            "how many HTTP responses began up to each bound, and how many later",
+        ),
     },
 ];
 
@@ -107,8 +121,16 @@ const fn gauge(
 pub(crate) fn all_series() -> impl Iterator<Item = (&'static str, &'static str)> {
     let counters = COUNTERS.iter().map(|one| (one.name, one.meaning));
     let gauges = GAUGES.iter().map(|one| (one.name, one.meaning));
-    let latencies = LATENCIES.iter().flat_map(|one| &one.quantiles);
-    counters.chain(gauges).chain(latencies.map(|(name, _, meaning)| (*name, *meaning)))
+    let quantiles = LATENCIES.iter().flat_map(|one| &one.quantiles);
+    let quantiles = quantiles.map(|(name, _, meaning)| (*name, *meaning));
+    let buckets = LATENCIES.iter().map(|one| one.buckets);
+    counters.chain(gauges).chain(quantiles).chain(buckets)
+}
+
+/// The upper bounds of the buckets of a series, in milliseconds; `None` if its values are numbers.
+pub(crate) fn bounds_ms(series: &str) -> Option<Vec<f64>> {
+    let has_buckets = LATENCIES.iter().any(|one| one.buckets.0 == series);
+    has_buckets.then(|| SECONDS.iter().map(|seconds| tenths_of_ms(*seconds)).collect())
 }
 
 /// Values of the process's metrics at one time, since it started.
@@ -233,6 +255,9 @@ impl HistorySample {
         if let Some(index) = GAUGES.iter().position(|one| one.name == series) {
             return json!(self.gauges[index]);
         }
+        if let Some(index) = LATENCIES.iter().position(|one| one.buckets.0 == series) {
+            return json!(self.buckets[index]);
+        }
         let quantiles = LATENCIES.iter().zip(&self.buckets).flat_map(|(one, buckets)| {
             one.quantiles.iter().map(move |(name, quantile, _)| (name, quantile, buckets))
         });
@@ -323,6 +348,10 @@ headwater_issues_processed_total{result=\"failed\"} 2
 headwater_issues_processed_total{result=\"quarantined\"} 1
 headwater_issues{status=\"queued\"} 7
 headwater_outbox_lag_seconds 1.5
+headwater_issues_oldest_wait_seconds 2.5
+headwater_dead_letters_total{topic=\"a\",result=\"attempts\"} 1
+headwater_dead_letters_total{topic=\"b\",result=\"handler\"} 2
+headwater_dead_letters_total{topic=\"b\",result=\"missing\"} 4
 headwater_issues_processing_duration_seconds_bucket{result=\"done\",le=\"0.05\"} 4
 headwater_issues_processing_duration_seconds_bucket{result=\"done\",le=\"0.1\"} 14
 headwater_issues_processing_duration_seconds_bucket{result=\"done\",le=\"0.25\"} 14
@@ -347,11 +376,19 @@ headwater_broken_total nonsense
             (sample.value("queued"), sample.value("outbox_lag_ms")),
             (json!(7), json!(1500))
         );
+        assert_eq!(sample.value("oldest_wait_ms"), 2500);
+        let letters = ["dead_letters", "dead_letters_handler", "dead_letters_malformed"];
+        assert_eq!(letters.map(|name| sample.value(name)), [7, 3, 4].map(Value::from));
         assert_eq!(sample.value("quarantined"), Value::Null, "an unknown gauge is not 0");
         // Ten runs between 50 and 100 ms, two between 100 and 250 ms.
         assert_eq!(sample.value("run_p50_ms"), 80.0);
         assert_eq!(sample.value("run_p95_ms"), 205.0);
         assert_eq!(sample.value("http_p95_ms"), Value::Null);
+        let times = json!([0, 0, 0, 0, 0, 0, 10, 2, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(sample.value("run_times"), times);
+        let bounds = bounds_ms("run_times").unwrap();
+        assert_eq!((bounds.len(), bounds[1], bounds[6], bounds[7]), (14, 2.5, 100.0, 250.0));
+        assert_eq!(bounds_ms("run_p50_ms"), None);
     }
 
     #[test]
@@ -396,7 +433,7 @@ headwater_broken_total nonsense
         unique.sort_unstable();
         unique.dedup();
         assert_eq!(unique.len(), names.len());
-        assert_eq!(names.len(), COUNTERS.len() + GAUGES.len() + 3 * LATENCIES.len());
+        assert_eq!(names.len(), COUNTERS.len() + GAUGES.len() + 4 * LATENCIES.len());
     }
 
     #[test]

@@ -2,3 +2,4 @@
 
 pub(super) mod migrations;
 pub(super) mod statements;
+pub(super) mod ticket_lists;

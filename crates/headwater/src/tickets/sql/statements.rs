@@ -1,7 +1,7 @@
 //! The statements of the ticket tables, for both databases.
 //!
 //! Upstream: `store` and its parts, inside a transaction of `headwater-issue` or on a read connection. Downstream:
-//! `StoreConnection`, which executes one text on SQLite and on PostgreSQL.
+//! `StoreConnection`, which executes one text on SQLite and on PostgreSQL. Not here: lists and searches (see `ticket_lists`).
 
 use std::sync::Arc;
 
@@ -12,9 +12,8 @@ use sqlx::Error;
 use uuid::Uuid;
 
 use crate::desk::budget::BudgetUsage;
-use crate::desk::tools::FoundTicket;
 use crate::tickets::Author;
-use crate::tickets::ticket::{Ticket, TicketError, TicketFilter, TicketMessage, TicketStatus};
+use crate::tickets::ticket::{Ticket, TicketError, TicketMessage, TicketStatus};
 
 macro_rules! select_ticket {
     ($rest:literal) => {
@@ -26,6 +25,8 @@ macro_rules! select_ticket {
         )
     };
 }
+
+pub(super) use select_ticket;
 
 macro_rules! select_message {
     ($rest:literal) => {
@@ -60,14 +61,6 @@ pub(crate) struct NewMessageRow<'a> {
     pub(crate) run: RunMetrics,
 }
 
-/// A search. `patterns` are `LIKE` patterns, escaped with a backslash.
-pub(crate) struct SearchParameters<'a> {
-    pub(crate) patterns: &'a [String],
-    pub(crate) user_id: Option<&'a str>,
-    pub(crate) except: &'a str,
-    pub(crate) limit: i64,
-}
-
 /// A row of `desk_reservations`.
 #[derive(Clone, Debug)]
 pub(crate) struct ReservationRow {
@@ -82,9 +75,6 @@ pub(crate) struct ReservationRow {
     pub(crate) tokens_if_lost: i64,
     pub(crate) expires_at: i64,
 }
-
-/// Number of newest tickets that one search scans.
-pub(crate) const SEARCHED_MAX: i64 = 1000;
 
 pub(crate) fn to_ms(time: Timestamp) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
@@ -267,6 +257,19 @@ pub(crate) async fn describe_hand_over(
     execute(connection, "describe_hand_over", update, &parameters).await
 }
 
+/// Adds a further reason to those of a ticket that is handed over.
+pub(crate) async fn add_hand_over_reason(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+    reason: &str,
+) -> Result<(), TicketError> {
+    let update = "UPDATE tickets
+         SET hand_over_reason = coalesce(hand_over_reason || '. Also: ', '') || $2
+         WHERE ticket_id = $1::text::uuid AND handed_over";
+    let id = ticket_id.to_string();
+    execute(connection, "add_hand_over_reason", update, &[(&id).into(), reason.into()]).await
+}
+
 /// Sets or removes the assignee of a ticket.
 pub(crate) async fn set_assignee(
     connection: StoreConnection<'_>,
@@ -391,74 +394,6 @@ pub(crate) async fn messages(
     let id = ticket_id.to_string();
     let parameters = [(&id).into(), after.into(), limit.into()];
     list(connection, "messages", select, &parameters, read_message).await
-}
-
-pub(crate) async fn tickets(
-    connection: StoreConnection<'_>,
-    filter: &TicketFilter,
-    limit: i64,
-) -> Result<Vec<Ticket>, TicketError> {
-    // With an index of its own: few of many tickets are handed over.
-    let queue = select_ticket!(
-        "WHERE handed_over AND number < $1 AND ($2::text IS NULL OR status = $2)
-             AND ($3::text IS NULL OR user_id = $3) AND ($5::text IS NULL OR ticket_id::text LIKE $5)
-             AND ($6::boolean IS NULL OR handed_over = $6) AND ($7::text IS NULL OR assignee = $7)
-             AND (NOT $8::boolean OR assignee IS NULL)
-         ORDER BY number DESC LIMIT $4"
-    );
-    let all = select_ticket!(
-        "WHERE number < $1 AND ($2::text IS NULL OR status = $2) AND ($3::text IS NULL OR user_id = $3)
-             AND ($5::text IS NULL OR ticket_id::text LIKE $5)
-             AND ($6::boolean IS NULL OR handed_over = $6) AND ($7::text IS NULL OR assignee = $7)
-             AND (NOT $8::boolean OR assignee IS NULL)
-         ORDER BY number DESC LIMIT $4"
-    );
-    let of_queue =
-        filter.handed_over == Some(true) || filter.assignee.is_some() || filter.unassigned;
-    let select = if of_queue { queue } else { all };
-    // Digits and dashes: there is nothing to escape.
-    let id_pattern = filter.id_prefix.as_ref().map(|prefix| format!("{prefix}%"));
-    let parameters = [
-        filter.before.unwrap_or(i64::MAX).into(),
-        filter.status.map(TicketStatus::as_str).into(),
-        filter.user_id.as_deref().into(),
-        limit.into(),
-        id_pattern.as_deref().into(),
-        filter.handed_over.into(),
-        filter.assignee.as_deref().into(),
-        filter.unassigned.into(),
-    ];
-    list(connection, "tickets", select, &parameters, read_ticket).await
-}
-
-/// Scans only the newest tickets, so that the cost does not grow with their number.
-pub(crate) async fn search(
-    connection: StoreConnection<'_>,
-    search: &SearchParameters<'_>,
-) -> Result<Vec<FoundTicket>, TicketError> {
-    let select = "SELECT t.ticket_id::text, t.title, t.status, (
-             SELECT m.content FROM ticket_messages m WHERE m.ticket_id = t.ticket_id AND m.author <> 'user'
-             ORDER BY m.seq DESC LIMIT 1)
-         FROM (SELECT number, ticket_id, title, status FROM tickets WHERE $1::text IS NULL OR user_id = $1
-             ORDER BY number DESC LIMIT $2) t
-         WHERE t.ticket_id::text <> $3 AND EXISTS (SELECT 1 FROM headwater_each($4) w
-             WHERE lower(t.title) LIKE lower(w.value) ESCAPE '\\' OR EXISTS (
-                 SELECT 1 FROM ticket_messages m
-                 WHERE m.ticket_id = t.ticket_id AND lower(m.content) LIKE lower(w.value) ESCAPE '\\'))
-         ORDER BY t.number DESC LIMIT $5";
-    let patterns = serde_json::json!(search.patterns).to_string();
-    let parameters = [
-        search.user_id.into(),
-        SEARCHED_MAX.into(),
-        search.except.into(),
-        (&patterns).into(),
-        search.limit.into(),
-    ];
-    let read = |row: &SqlRow| {
-        let (ticket_id, title, status) = (row.get(0)?, row.get(1)?, row.get(2)?);
-        Ok(FoundTicket { ticket_id, title, status, answer: row.get(3)? })
-    };
-    list(connection, "search", select, &parameters, read).await
 }
 
 /// Tokens counted against the budgets of an issue, a day, an author and all strangers, from one snapshot.
@@ -634,7 +569,7 @@ const ROLL_UP_SQLITE: [&str; 2] = [
      WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)",
 ];
 
-fn read_ticket(row: &SqlRow) -> Result<Ticket, Error> {
+pub(super) fn read_ticket(row: &SqlRow) -> Result<Ticket, Error> {
     let status: String = row.get(5)?;
     Ok(Ticket {
         number: row.get(0)?,

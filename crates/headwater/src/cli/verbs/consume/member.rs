@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use headwater_queue::{ConsumerConfig, Message, Mode, Outcome, Policies, Queue, QueueError};
+use headwater_queue::{ConsumerConfig, Message, Mode, Outcome, Queue, QueueError};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
@@ -65,16 +65,17 @@ pub(super) async fn run(
     }
 }
 
-/// Maximum retries of a message that does not specify its own.
+/// Maximum retries of a message that does not specify its own. For a created topic this reads only its metadata: partitions,
+/// delayed messages and dead letters may be on a server of a cluster that does not answer.
 async fn max_retries(queue: &Queue, topic: &str) -> Result<u32, QueueError> {
-    match queue.inspect().topic(topic).await {
-        Ok(topic) => Ok(topic.policies.max_retries),
-        Err(QueueError::NoTopic { .. }) => {
+    let described = queue.topics().describe(topic).await?.topic;
+    if described.layout.is_plain() {
+        let groups = queue.inspect().group_names(topic).await;
+        if matches!(groups, Err(QueueError::NoTopic { .. })) {
             super::note_unknown(topic);
-            Ok(Policies::default().max_retries)
         }
-        Err(error) => Err(error),
     }
+    Ok(described.policies.max_retries)
 }
 
 async fn handle(

@@ -50,8 +50,11 @@ pub(super) async fn run(args: &ConsumeArgs, client: &ApiClient) -> Result<(), Cl
     let shutdown = ShutdownSignal::default();
     shutdown.on_signals().map_err(|error| CliError::new(error.to_string()))?;
     let topic = format!("/topics/{}", escape(&args.topic));
-    if client.get_optional(&topic, &[]).await?.is_none() {
-        super::note_unknown(&args.topic);
+    match client.get_optional(&topic, &[]).await {
+        Ok(None) => super::note_unknown(&args.topic),
+        // A topic is described only while all of its servers answer. The pull says what cannot be reached.
+        Ok(Some(_)) | Err(CliError::Unreachable(_)) => {}
+        Err(error) => return Err(error),
     }
     let mut messages = LeasedMessages {
         args,
