@@ -17,7 +17,7 @@ pub(crate) const VARIABLE: &str = "HEADWATER_REDIS_SERVER";
 /// The tests that run on each version: all that use one Redis server below the binary, also as a restricted user and over a faulty
 /// network, those of the faults of a cluster and of Sentinel, and that the doctor names the commands in use. Decision 115 says
 /// which are left out, and why.
-const TESTS: &str = "(package(headwater-stream) and (binary(/^redis_/) or test(/^redis(_acl|_faulty|_prefix)?::/)) and not test(/tls|certificate|a_full_server|a_loading_server/)) \
+const TESTS: &str = "(package(headwater-stream) and (binary(/^redis_/) or test(/^redis(_acl|_cluster|_faulty|_prefix)?::/)) and not test(/tls|certificate|a_full_server|a_loading_server/)) \
      or (package(headwater-queue) and test(/redis/)) \
      or (binary(consuming) and test(/^crash::(a_message|messages)|^disconnect::|reads_and_reclaims_of_large|dead_shard|slot_migration|data_loss|lost_replies|a_running_(owner|shared_consumer)_drains/)) \
      or (package(headwater-queue) and kind(lib) and test(/outages|processes/) and not test(/cluster/)) \

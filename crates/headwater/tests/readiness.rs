@@ -2,13 +2,11 @@
 
 mod support;
 
-use std::path::Path;
-use std::process::Command;
-
 use anyhow::{Result, ensure};
-use headwater_testkit::{Redis, unique};
+use headwater_testkit::Redis;
 use serde_json::Value;
 
+use crate::support::disk::SmallDisk;
 use crate::support::sender::{github, github_issues, integrations, send};
 use crate::support::{Server, ServerDir};
 
@@ -43,49 +41,11 @@ async fn readiness_is_degraded_while_redis_rejects_writes() -> Result<()> {
     Ok(())
 }
 
-/// A small file system, which root can mount.
-struct SmallDisk<'a>(&'a Path);
-
-impl<'a> SmallDisk<'a> {
-    fn mount(path: &'a Path) -> Result<Self> {
-        let name = unique("headwater");
-        let mount = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=6m", &name])
-            .arg(path)
-            .output()?;
-        ensure!(mount.status.success(), "{mount:?}");
-        Ok(Self(path))
-    }
-
-    /// Fills the free space.
-    fn fill(&self) -> Result<()> {
-        let file = self.0.join("filler");
-        let mut filler = std::fs::File::create(file)?;
-        let page = [0_u8; 4096];
-        while std::io::Write::write_all(&mut filler, &page).is_ok() {}
-        Ok(())
-    }
-
-    fn free(&self) -> Result<()> {
-        Ok(std::fs::remove_file(self.0.join("filler"))?)
-    }
-}
-
-impl Drop for SmallDisk<'_> {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(self.0).status();
-    }
-}
-
 #[tokio::test]
 async fn readiness_fails_on_a_full_disk_and_recovers_without_a_restart() -> Result<()> {
-    if !rustix::process::geteuid().is_root() {
-        println!("only root can mount a small file system");
-        return Ok(());
-    }
     let dir = ServerDir::new()?.settings(&integrations())?;
     let data = support::directory(&dir, "data")?;
-    let disk = SmallDisk::mount(&data)?;
+    let Some(disk) = SmallDisk::mount(&data)? else { return Ok(()) };
     let (database, streams) =
         (format!("sqlite:{}/issues.db", data.display()), format!("embedded:{}", data.display()));
     let urls = ["--database-url", &database, "--stream-url", &streams, "--issue-quiet", "10ms"];

@@ -6,6 +6,7 @@
 
 pub(crate) mod cli;
 pub(crate) mod desk;
+pub(crate) mod disk;
 pub(crate) mod hostile_text;
 pub(crate) mod model;
 pub(crate) mod pty;

@@ -172,6 +172,11 @@ impl GroupFixture {
         backend.leases(&leases).await.unwrap()
     }
 
+    /// After the server has lost its leases, a member that knows takes the partitions of one that does not know yet.
+    pub(super) fn forget_owners(&self) {
+        self.owners.lock().unwrap().clear();
+    }
+
     /// The entries of the member list.
     pub(super) async fn member_list(&self) -> Vec<String> {
         let backend = self.connect().await;

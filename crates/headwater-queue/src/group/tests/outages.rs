@@ -63,6 +63,7 @@ async fn members_rejoin_after_the_server_lost_all_data() {
     let members = fixture.members(2).await;
     fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
 
+    fixture.forget_owners();
     redis.command(&["FLUSHALL"]).unwrap();
     wait_until("all members to be evicted", || async {
         members.iter().all(|member| member.count(|callback| *callback == Callback::Evicted) > 0)

@@ -1,0 +1,303 @@
+//! What keeps working while a dependency fails: the table of docs/reliability.md, one row per fault.
+//!
+//! Each test runs a server, a worker and a consumer on PostgreSQL and Redis behind proxies, with a model and a receiver
+//! of replies. It causes one fault, checks what each role does meanwhile, ends the fault, and checks that everything
+//! that was confirmed is handled.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+#[path = "../support/mod.rs"]
+mod support;
+mod system;
+
+use std::time::Duration;
+
+use headwater_testkit::ChaosCounts;
+use rustix::process::Signal;
+
+use crate::support::{LIMIT, eventually};
+use crate::system::System;
+
+/// What a role does during a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Effect {
+    /// It works as always.
+    Works,
+    /// It stops, and continues by itself afterwards. Nothing is lost.
+    Waits,
+    /// It rejects the request with an error, and nothing was done.
+    Rejects,
+}
+use Effect::{Rejects, Waits, Works};
+
+/// The roles, in the order of the columns.
+const ROLES: [&str; 6] = [
+    "server: webhooks",
+    "worker: answers",
+    "producer",
+    "consumer",
+    "verbs on SQL",
+    "verbs on streams",
+];
+
+/// Every fault, and what each role does meanwhile.
+const MATRIX: &[(Fault, &str, [Effect; 6])] = &[
+    (Fault::RedisDown, "Redis is unreachable", [Works, Works, Rejects, Waits, Works, Rejects]),
+    (Fault::RedisStalls, "Redis does not answer", [Works, Works, Rejects, Waits, Works, Rejects]),
+    (Fault::RedisSlow, "Redis answers 100 ms late", [Works; 6]),
+    (
+        Fault::RedisFull,
+        "Redis is full (`noeviction`)",
+        [Works, Works, Rejects, Works, Works, Works],
+    ),
+    (
+        Fault::RedisReadOnly,
+        "Redis is a read-only replica",
+        [Works, Works, Rejects, Waits, Works, Works],
+    ),
+    (
+        Fault::RedisDenies,
+        "Redis rejects the password",
+        [Works, Works, Rejects, Waits, Works, Rejects],
+    ),
+    (Fault::ShardDown, "a shard of a Redis Cluster is down, for topics on the others", [Works; 6]),
+    (
+        Fault::ShardHangs,
+        "a shard of a Redis Cluster does not answer, for topics on the others",
+        [Works; 6],
+    ),
+    (
+        Fault::SentinelsDown,
+        "the Sentinels of Redis are unreachable",
+        [Works, Works, Works, Works, Works, Rejects],
+    ),
+    (
+        Fault::SentinelsHang,
+        "the Sentinels of Redis do not answer",
+        [Works, Works, Works, Works, Works, Rejects],
+    ),
+    (
+        Fault::SentinelsDeny,
+        "the Sentinels of Redis reject the password",
+        [Works, Works, Works, Works, Works, Rejects],
+    ),
+    (
+        Fault::PostgresDown,
+        "PostgreSQL is unreachable",
+        [Rejects, Waits, Works, Works, Rejects, Works],
+    ),
+    (
+        Fault::PostgresStalls,
+        "PostgreSQL does not answer",
+        [Rejects, Waits, Works, Works, Rejects, Works],
+    ),
+    (Fault::PostgresSlow, "PostgreSQL answers 100 ms late", [Works; 6]),
+    (
+        Fault::PostgresReadOnly,
+        "PostgreSQL is read-only",
+        [Rejects, Waits, Works, Works, Works, Works],
+    ),
+    (
+        Fault::PostgresDenies,
+        "PostgreSQL rejects connections",
+        [Rejects, Waits, Works, Works, Rejects, Works],
+    ),
+    (
+        Fault::PostgresFull,
+        "PostgreSQL has no disk space left",
+        [Rejects, Waits, Works, Works, Works, Works],
+    ),
+    (
+        Fault::PostgresWrongPassword,
+        "PostgreSQL rejects the password",
+        [Rejects, Waits, Works, Works, Rejects, Works],
+    ),
+    (
+        Fault::SqliteLocked,
+        "another program keeps SQLite locked",
+        [Rejects, Waits, Works, Works, Works, Works],
+    ),
+    (
+        Fault::SqliteFull,
+        "SQLite has no disk space left",
+        [Rejects, Waits, Works, Works, Works, Works],
+    ),
+    (Fault::ModelDown, "the model is unreachable", [Works, Waits, Works, Works, Works, Works]),
+    (Fault::ModelSlow, "the model answers 100 ms late", [Works; 6]),
+    (
+        Fault::ModelDenies,
+        "the model rejects the API key",
+        [Works, Waits, Works, Works, Works, Works],
+    ),
+    (
+        Fault::ReceiverDown,
+        "the receiver of replies is unreachable",
+        [Works, Waits, Works, Works, Works, Works],
+    ),
+    (Fault::ReceiverSlow, "the receiver of replies answers 100 ms late", [Works; 6]),
+    (
+        Fault::ReceiverDenies,
+        "the receiver of replies rejects the token",
+        [Works, Waits, Works, Works, Works, Works],
+    ),
+];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    RedisDown,
+    RedisStalls,
+    RedisSlow,
+    RedisFull,
+    RedisReadOnly,
+    RedisDenies,
+    ShardDown,
+    ShardHangs,
+    SentinelsDown,
+    SentinelsHang,
+    SentinelsDeny,
+    PostgresDown,
+    PostgresStalls,
+    PostgresSlow,
+    PostgresReadOnly,
+    PostgresDenies,
+    PostgresFull,
+    PostgresWrongPassword,
+    SqliteLocked,
+    SqliteFull,
+    ModelDown,
+    ModelSlow,
+    ModelDenies,
+    ReceiverDown,
+    ReceiverSlow,
+    ReceiverDenies,
+}
+
+/// Long enough that a role which works would have finished on a quiet machine.
+const WINDOW: Duration = Duration::from_secs(3);
+
+/// Works if the condition holds during the fault, otherwise waits.
+async fn works_or_waits(expected: Effect, what: &str, condition: impl Fn() -> bool) -> Effect {
+    if expected == Works {
+        eventually(what, &condition).await.unwrap();
+        return Works;
+    }
+    tokio::time::sleep(WINDOW).await;
+    if condition() { Works } else { Waits }
+}
+
+fn works_or_rejects(is_done: bool) -> Effect {
+    if is_done { Works } else { Rejects }
+}
+
+async fn matrix_row(fault: Fault) {
+    let (_, name, expected) = MATRIX.iter().find(|(row, ..)| *row == fault).unwrap();
+    let Some(mut system) = System::start(fault).await else { return };
+    // A run that is asking its model, and a message that is not consumed yet, when the fault begins.
+    system.to_model.stall().unwrap();
+    assert!(system.webhook("before").await);
+    system.signal_consumer(Signal::STOP);
+    // The first one reaches the consumer, whose read is waiting for it.
+    assert!(system.produce("before").await && system.produce("unread").await);
+    match fault {
+        Fault::ModelDown => system.cause(fault).await,
+        Fault::ModelSlow => {
+            system.to_model.heal().unwrap();
+            system.cause(fault).await;
+        }
+        _ => {
+            system.cause(fault).await;
+            system.to_model.heal().unwrap();
+        }
+    }
+    system.signal_consumer(Signal::CONT);
+
+    let is_confirmed = system.webhook("during").await;
+    let is_sent = system.produce("during").await;
+    let seen = [
+        works_or_rejects(is_confirmed),
+        works_or_waits(expected[1], "the answer", || system.answers("before") > 0).await,
+        works_or_rejects(is_sent),
+        works_or_waits(expected[3], "the message", || system.has_handled("unread")).await,
+        works_or_rejects(system.verb(&["issue", "list"])),
+        works_or_rejects(system.verb(&["topic", "list"])),
+    ];
+    assert_eq!(seen, *expected, "{name}: {ROLES:?}\n{}", system.server.log());
+
+    system.heal(fault).await;
+    eventually("the answer to the first event", || system.answers("before") > 0).await.unwrap();
+    for message in ["before", "unread"] {
+        eventually("a message", || system.has_handled(message)).await.unwrap();
+    }
+    if is_confirmed {
+        eventually("the answer to the second event", || system.answers("during") > 0)
+            .await
+            .unwrap();
+    }
+    if is_sent {
+        eventually("the second message", || system.has_handled("during")).await.unwrap();
+    }
+    assert!(system.webhook("after").await && system.produce("after").await);
+    eventually("the answer to the last event", || system.answers("after") > 0).await.unwrap();
+    eventually("the last message", || system.has_handled("after")).await.unwrap();
+    system.assert_answered_once(fault);
+    // Three events and five messages, but for those that were rejected during the fault.
+    let sent = 6 + u64::from(is_confirmed) + u64::from(is_sent);
+    let repeated = |id| system.answers(id).saturating_sub(1) as u64;
+    let doubled = ["before", "during", "after"].map(repeated).iter().sum();
+    let counts = ChaosCounts { sent, handled: sent, doubled, ..Default::default() };
+    counts.report(name).unwrap();
+}
+
+macro_rules! rows {
+    ($($test:ident: $fault:ident,)*) => {$(
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $test() {
+            matrix_row(Fault::$fault).await;
+        }
+    )*};
+}
+rows! {
+    redis_is_unreachable: RedisDown,
+    redis_does_not_answer: RedisStalls,
+    redis_is_slow: RedisSlow,
+    redis_is_full: RedisFull,
+    redis_is_read_only: RedisReadOnly,
+    redis_rejects_the_password: RedisDenies,
+    a_shard_of_a_redis_cluster_is_down: ShardDown,
+    a_shard_of_a_redis_cluster_does_not_answer: ShardHangs,
+    sentinels_are_unreachable: SentinelsDown,
+    sentinels_do_not_answer: SentinelsHang,
+    sentinels_reject_the_password: SentinelsDeny,
+    postgres_is_unreachable: PostgresDown,
+    postgres_does_not_answer: PostgresStalls,
+    postgres_is_slow: PostgresSlow,
+    postgres_is_read_only: PostgresReadOnly,
+    postgres_rejects_connections: PostgresDenies,
+    postgres_is_full: PostgresFull,
+    postgres_rejects_the_password: PostgresWrongPassword,
+    sqlite_is_locked: SqliteLocked,
+    sqlite_is_full: SqliteFull,
+    the_model_is_unreachable: ModelDown,
+    the_model_is_slow: ModelSlow,
+    the_model_rejects_the_key: ModelDenies,
+    the_receiver_is_unreachable: ReceiverDown,
+    the_receiver_is_slow: ReceiverSlow,
+    the_receiver_rejects_the_token: ReceiverDenies,
+}
+
+/// The table as docs/reliability.md shows it.
+fn table() -> String {
+    let mut lines =
+        vec![format!("| while | {} |", ROLES.join(" | ")), format!("|{}", "---|".repeat(7))];
+    for (_, name, effects) in MATRIX {
+        let effects = effects.map(|effect| format!("{effect:?}").to_lowercase());
+        lines.push(format!("| {name} | {} |", effects.join(" | ")));
+    }
+    lines.join("\n") + "\n"
+}
+
+#[test]
+fn the_documented_table_is_this_one() {
+    let page = include_str!("../../../../docs/reliability.md");
+    assert!(page.contains(&table()), "docs/reliability.md lacks this table:\n{}", table());
+    assert!(LIMIT > WINDOW);
+}
