@@ -71,9 +71,9 @@ async fn external_services(denials: Arc<Denials>) -> (Replies, std::net::SocketA
 
 /// The servers that have the streams.
 enum StreamServers {
-    One { redis: Redis, proxy: Proxy },
+    One { redis: Box<Redis>, proxy: Proxy },
     Cluster(Cluster),
-    Sentinel(Sentinel),
+    Sentinel(Box<Sentinel>),
 }
 
 impl StreamServers {
@@ -86,13 +86,13 @@ impl StreamServers {
             Fault::SentinelsDown | Fault::SentinelsHang | Fault::SentinelsDeny => {
                 let sentinel = Sentinel::start().unwrap();
                 sentinel.sentinels().iter().for_each(add_user);
-                Self::Sentinel(sentinel)
+                Self::Sentinel(Box::new(sentinel))
             }
             _ => {
                 let redis = Redis::start().unwrap();
                 add_user(&redis);
                 let proxy = Proxy::start(redis.addr()).unwrap();
-                Self::One { redis, proxy }
+                Self::One { redis: Box::new(redis), proxy }
             }
         }
     }
@@ -180,7 +180,7 @@ impl StreamServers {
 
 /// The database that has the issues.
 enum SqlDatabase {
-    Postgres { server: Postgres, database: Database, proxy: Proxy, url: String },
+    Postgres { server: Box<Postgres>, database: Database, proxy: Proxy, url: String },
     Sqlite { disk: Option<SmallDisk>, url: String },
 }
 
@@ -205,7 +205,7 @@ impl SqlDatabase {
         if has_passwords {
             url = require_password(&database, &url);
         }
-        Some(Self::Postgres { server, database, proxy, url })
+        Some(Self::Postgres { server: Box::new(server), database, proxy, url })
     }
 
     fn url(&self) -> &str {

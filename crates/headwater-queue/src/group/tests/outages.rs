@@ -60,15 +60,20 @@ async fn members_rejoin_after_the_server_lost_all_data() {
     let redis = Redis::start().unwrap();
     let fixture = GroupFixture::with_server(redis.url());
     fixture.create(4).await;
-    let members = fixture.members(2).await;
+    let proxy = Proxy::start(redis.addr()).unwrap();
+    let slow = fixture.with_url(redis.url_at(proxy.addr()));
+    let members = [fixture.member().await, slow.member().await];
     fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
 
+    // The second notices later, and the first takes its partitions meanwhile.
+    proxy.delay(Duration::from_millis(100)).unwrap();
     fixture.forget_owners();
     redis.command(&["FLUSHALL"]).unwrap();
     wait_until("all members to be evicted", || async {
         members.iter().all(|member| member.count(|callback| *callback == Callback::Evicted) > 0)
     })
     .await;
+    proxy.heal().unwrap();
     fixture.create(4).await;
     fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
     wait_until("two to be listed", || async { fixture.member_list().await.len() == 2 }).await;
