@@ -31,9 +31,9 @@ const MEASURING: ChaosPass = ChaosPass { filter: crate::test::MEASURING, threads
 /// All others.
 const LOADING: ChaosPass = ChaosPass {
     filter: "(binary(/differential|crash|simulation|chaos|clock_steps|consume_exec|full_disk|fault_matrix|topologies/)
-     | binary(/^(redis_(append_order|clocks|disconnect_reader|discovery|failures)|rebalance|database_pools|kill_points)$/)
+     | binary(/^(redis_(append_order|client|clocks|disconnect_reader|discovery|failures)|rebalance|database_pools|kill_points)$/)
      | binary(/^(start_without_redis|streams_unavailable)$/)
-     | test(/differential|crash|full_server|slot_migration|data_loss|lost_replies/)
+     | test(/differential|crash|full_server|slot_migration|data_loss|lost_replies|lost_nudges|outage|tests::processes::/)
      | (binary(consuming) & test(/^deleted::/))) & !(test(/dead_shard/) | binary(dead_shard))",
     threads: None,
 };

@@ -4,7 +4,8 @@
 mod support;
 
 use headwater_testkit::{Postgres, Redis};
-use serde_json::Value;
+use serde_json::{Value, json};
+use sqlx::{Connection, SqliteConnection};
 use support::cli::CliFixture;
 use support::{Server, ServerDir, text};
 
@@ -318,4 +319,32 @@ fn tables_without_a_retention_and_a_large_analytics_file_are_named() {
     assert_eq!(field(analytics, "severity"), "warning", "{analytics}");
     assert!(field(analytics, "found").contains("has 10241 MiB"), "{analytics}");
     assert!(field(analytics, "advice").contains("`headwater analytics rebuild`"), "{analytics}");
+}
+
+#[tokio::test]
+async fn open_tickets_that_nobody_answers_are_counted() {
+    let dir = ServerDir::new().unwrap();
+    let to = ["--database-url", "sqlite:headwater.db", "--stream-url", "embedded:memory"];
+    let mut server = dir.serve(&to).unwrap();
+    for title in ["old", "older", "new"] {
+        let ticket = json!({"title": title, "content": "Where is it?"});
+        assert_eq!(server.post("/api/v1/tickets", &ticket).await.unwrap().0, 201);
+    }
+    assert!(server.stop().unwrap().success());
+    let found = || findings(&dir, &to).1;
+    assert!(found().iter().all(|one| one["subject"] != "tickets"), "{:?}", found());
+
+    let url = format!("sqlite:{}", dir.path().join("headwater.db").display());
+    let mut database = SqliteConnection::connect(&url).await.unwrap();
+    let year_ms = 366_u64 * 24 * 60 * 60 * 1000;
+    sqlx::query("UPDATE tickets SET updated_at = updated_at - ? WHERE title <> 'new'")
+        .bind(i64::try_from(year_ms).unwrap())
+        .execute(&mut database)
+        .await
+        .unwrap();
+    let found = found();
+    let tickets = only(&found, "tickets");
+    assert_eq!(field(tickets, "severity"), "warning", "{tickets}");
+    assert!(field(tickets, "found").starts_with("2 tickets have been open"), "{tickets}");
+    assert!(field(tickets, "advice").contains("`headwater ticket list"), "{tickets}");
 }

@@ -218,32 +218,17 @@ impl Tickets {
         let delete =
             "DELETE FROM model_runs WHERE id IN (SELECT id FROM model_runs WHERE at < $1 LIMIT $2)";
         let before = to_ms(now().before(keep));
-        self.delete_until(delete, before).await?;
+        self.delete_in_batches(delete, &[before.into()]).await?;
         let delete = "DELETE FROM model_run_days WHERE day IN
              (SELECT day FROM model_run_days WHERE day < $1 / 86400000 LIMIT $2)";
-        self.delete_until(delete, before).await
+        self.delete_in_batches(delete, &[before.into()]).await
     }
 
-    /// Deletes waits for a budget that are over, in small batches.
+    /// Deletes waits for a budget that are over.
     pub(crate) async fn delete_budget_waits(&self) -> Result<(), TicketError> {
         let delete = "DELETE FROM budget_waits WHERE issue_id IN
              (SELECT issue_id FROM budget_waits WHERE until_at <= $1 LIMIT $2)";
-        self.delete_until(delete, to_ms(now())).await
-    }
-
-    /// Repeats a statement that deletes at most `$2` rows up to the time `$1`.
-    async fn delete_until(&self, delete: &'static str, time_ms: i64) -> Result<(), TicketError> {
-        loop {
-            let mut transaction = self.store.begin().await?;
-            let parameters = [time_ms.into(), BATCH.into()];
-            let deleted = transaction.connection().execute(delete, &parameters).await;
-            let deleted =
-                deleted.map_err(|error| statements::database_error("delete old rows", error))?;
-            transaction.commit().await?;
-            if deleted < BATCH.unsigned_abs() {
-                return Ok(());
-            }
-        }
+        self.delete_in_batches(delete, &[to_ms(now()).into()]).await
     }
 
     /// What the models used in runs of an issue, from one epoch to another, in the order of their beginning; at most

@@ -15,7 +15,7 @@ use headwater_issue::history::{self, DeleteCondition};
 use headwater_issue::metrics::EVENTS_RECORDED;
 use headwater_issue::{
     CommitVerifier, DebounceWindow, IssueError, IssueId, KeyedOutboxRow, NewEvent, NewOutboxRow,
-    Nudger, OutboxKind, Recorded, Store, StoreConnection, Transaction,
+    Nudger, OutboxKind, Recorded, SqlValue, Store, StoreConnection, Transaction,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use metrics::counter;
@@ -292,14 +292,36 @@ impl Tickets {
         }
     }
 
-    /// Deletes the token counts of days that no budget needs any more, in transactions of [`DELETE_BATCH`] rows.
+    /// Deletes the token counts of days that no budget needs any more.
     pub(crate) async fn delete_old_usage(&self) -> Result<(), TicketError> {
         let first_kept = budget::day_scope_prefix(budget::day_of(now().before(USAGE_KEPT)));
+        self.delete_usage_before("day:", &first_kept).await
+    }
+
+    /// Deletes the token counts whose scopes begin with `kind` and sort before `first_kept`.
+    pub(super) async fn delete_usage_before(
+        &self,
+        kind: &str,
+        first_kept: &str,
+    ) -> Result<(), TicketError> {
+        let delete = "DELETE FROM desk_usage WHERE scope IN (SELECT scope FROM desk_usage
+             WHERE scope >= $1 AND scope < $2 ORDER BY scope LIMIT $3)";
+        self.delete_in_batches(delete, &[kind.into(), first_kept.into()]).await
+    }
+
+    /// Repeats a statement, whose last parameter is the most rows that it may delete, until it finds fewer; each time in a
+    /// transaction of its own, at most [`DELETE_BATCH`] rows.
+    pub(super) async fn delete_in_batches(
+        &self,
+        delete: &'static str,
+        parameters: &[SqlValue<'_>],
+    ) -> Result<(), TicketError> {
+        let parameters = [parameters, &[(DELETE_BATCH as i64).into()]].concat();
         loop {
             let mut transaction = self.store.begin().await?;
-            let connection = transaction.connection();
+            let deleted = transaction.connection().execute(delete, &parameters).await;
             let deleted =
-                statements::delete_usage_before(connection, &first_kept, DELETE_BATCH).await?;
+                deleted.map_err(|error| statements::database_error("delete old rows", error))?;
             transaction.commit().await?;
             if deleted < DELETE_BATCH as u64 {
                 return Ok(());

@@ -122,6 +122,7 @@ const MATRIX: &[(Fault, &str, [Effect; 6])] = &[
         [Rejects, Waits, Works, Works, Works, Works],
     ),
     (Fault::ModelDown, "the model is unreachable", [Works, Waits, Works, Works, Works, Works]),
+    (Fault::ModelStalls, "the model does not answer", [Works, Waits, Works, Works, Works, Works]),
     (Fault::ModelSlow, "the model answers 100 ms late", [Works; 6]),
     (
         Fault::ModelDenies,
@@ -131,6 +132,11 @@ const MATRIX: &[(Fault, &str, [Effect; 6])] = &[
     (
         Fault::ReceiverDown,
         "the receiver of replies is unreachable",
+        [Works, Waits, Works, Works, Works, Works],
+    ),
+    (
+        Fault::ReceiverStalls,
+        "the receiver of replies does not answer",
         [Works, Waits, Works, Works, Works, Works],
     ),
     (Fault::ReceiverSlow, "the receiver of replies answers 100 ms late", [Works; 6]),
@@ -164,9 +170,11 @@ pub(crate) enum Fault {
     SqliteLocked,
     SqliteFull,
     ModelDown,
+    ModelStalls,
     ModelSlow,
     ModelDenies,
     ReceiverDown,
+    ReceiverStalls,
     ReceiverSlow,
     ReceiverDenies,
 }
@@ -198,7 +206,7 @@ async fn matrix_row(fault: Fault) {
     // The first one reaches the consumer, whose read is waiting for it.
     assert!(system.produce("before").await && system.produce("unread").await);
     match fault {
-        Fault::ModelDown => system.cause(fault).await,
+        Fault::ModelDown | Fault::ModelStalls => system.cause(fault).await,
         Fault::ModelSlow => {
             system.to_model.heal().unwrap();
             system.cause(fault).await;
@@ -277,9 +285,11 @@ rows! {
     sqlite_is_locked: SqliteLocked,
     sqlite_is_full: SqliteFull,
     the_model_is_unreachable: ModelDown,
+    the_model_does_not_answer: ModelStalls,
     the_model_is_slow: ModelSlow,
     the_model_rejects_the_key: ModelDenies,
     the_receiver_is_unreachable: ReceiverDown,
+    the_receiver_does_not_answer: ReceiverStalls,
     the_receiver_is_slow: ReceiverSlow,
     the_receiver_rejects_the_token: ReceiverDenies,
 }

@@ -408,6 +408,7 @@ impl System {
         let may_repeat = matches!(
             fault,
             Fault::ReceiverDown
+                | Fault::ReceiverStalls
                 | Fault::PostgresDown
                 | Fault::PostgresStalls
                 | Fault::PostgresReadOnly
@@ -472,9 +473,11 @@ impl System {
                 sql.disk().fill().unwrap();
             }
             Fault::ModelDown => self.to_model.cut().unwrap(),
+            Fault::ModelStalls => self.to_model.stall().unwrap(),
             Fault::ModelSlow => self.to_model.delay(DELAY).unwrap(),
             Fault::ModelDenies => self.denials.model.store(true, Ordering::SeqCst),
             Fault::ReceiverDown => self.to_receiver.cut().unwrap(),
+            Fault::ReceiverStalls => self.to_receiver.stall().unwrap(),
             Fault::ReceiverSlow => self.to_receiver.delay(DELAY).unwrap(),
             Fault::ReceiverDenies => self.denials.receiver.store(true, Ordering::SeqCst),
         }
@@ -517,9 +520,13 @@ impl System {
                 drop(self.other_program.take());
                 sql.disk().free().unwrap();
             }
-            Fault::ModelDown | Fault::ModelSlow => self.to_model.heal().unwrap(),
+            Fault::ModelDown | Fault::ModelStalls | Fault::ModelSlow => {
+                self.to_model.heal().unwrap();
+            }
             Fault::ModelDenies => self.denials.model.store(false, Ordering::SeqCst),
-            Fault::ReceiverDown | Fault::ReceiverSlow => self.to_receiver.heal().unwrap(),
+            Fault::ReceiverDown | Fault::ReceiverStalls | Fault::ReceiverSlow => {
+                self.to_receiver.heal().unwrap();
+            }
             Fault::ReceiverDenies => self.denials.receiver.store(false, Ordering::SeqCst),
         }
     }

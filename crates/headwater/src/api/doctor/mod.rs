@@ -139,7 +139,7 @@ async fn server_and_contents(settings: &Settings, store: &dyn Store) -> Vec<Find
             return vec![database_unreachable(settings, &problem)];
         }
     };
-    let (workers, backlog_findings) = tokio::join!(
+    let (workers, backlog_findings, open_tickets) = tokio::join!(
         async {
             timeout(check_timeout, workers(store)).await.unwrap_or_else(|_| too_slow("workers"))
         },
@@ -148,9 +148,15 @@ async fn server_and_contents(settings: &Settings, store: &dyn Store) -> Vec<Find
                 .await
                 .unwrap_or_else(|_| vec![too_slow("outbox")])
         },
+        async {
+            timeout(check_timeout, tables::open_tickets(settings, store))
+                .await
+                .unwrap_or_else(|_| Some(too_slow("tickets")))
+        },
     );
     findings.extend([workers, tables::retention(settings)]);
     findings.extend(backlog_findings);
+    findings.extend(open_tickets);
     findings
 }
 

@@ -5,8 +5,12 @@
 
 use std::time::Duration;
 
+use headwater_issue::Store;
+use headwater_stream::clock::{Clock, SystemClock};
+
 use crate::api::doctor::Finding;
 use crate::config::{RetentionSettings, Settings};
+use crate::text;
 
 /// A setting of how long rows are kept, and the tables that grow without a limit if it is 0.
 #[derive(Debug)]
@@ -55,6 +59,38 @@ pub(super) fn retention(settings: &Settings) -> Finding {
         format!("these tables grow without a limit: {}", names.join(", ")),
         &format!("set {}", set.join(" and ")),
     )
+}
+
+/// Open tickets that are looked at, from the oldest on.
+const OPEN_TICKETS_MAX: i64 = 10_000;
+
+/// Tickets stay as long as they are open: names how many have not changed for longer than `retention.issues`.
+pub(super) async fn open_tickets(settings: &Settings, store: &dyn Store) -> Option<Finding> {
+    let keep = (ISSUES.keep)(&settings.retention)?;
+    match count_open_before(store, SystemClock.now().before(keep).as_millis()).await {
+        Ok(0) => None,
+        Ok(count) => Some(Finding::warning(
+            "tickets",
+            text::counted(
+                count,
+                "ticket has been open and unchanged for longer than `retention.issues`",
+                "tickets have been open and unchanged for longer than `retention.issues`",
+            ),
+            "list them with `headwater ticket list --status open --oldest-first`, and close those that need no answer: open tickets are \
+             never deleted",
+        )),
+        Err(error) => Some(Finding::warning("tickets", error.to_string(), "")),
+    }
+}
+
+async fn count_open_before(store: &dyn Store, time_ms: u64) -> anyhow::Result<u64> {
+    let select = "SELECT count(*) FROM (SELECT updated_at FROM tickets WHERE status = 'open' ORDER BY number LIMIT $2) AS oldest
+         WHERE headwater_ms(updated_at) < $1";
+    let parameters = [i64::try_from(time_ms)?.into(), OPEN_TICKETS_MAX.into()];
+    let mut connection = store.read_connection().await?;
+    let rows = connection.connection().fetch_all(select, &parameters).await;
+    connection.release().await;
+    Ok(u64::try_from(rows?[0].get::<i64>(0)?)?)
 }
 
 #[cfg(test)]

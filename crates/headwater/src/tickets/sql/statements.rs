@@ -192,19 +192,6 @@ pub(crate) async fn delete_ticket_of(
     execute(transaction.connection(), "delete ticket", delete, &[(&scope).into()]).await
 }
 
-/// Deletes the token counts of days whose scopes sort before this one, at most `limit`. Returns how many.
-pub(crate) async fn delete_usage_before(
-    connection: StoreConnection<'_>,
-    first_kept: &str,
-    limit: usize,
-) -> Result<u64, TicketError> {
-    let delete = "DELETE FROM desk_usage WHERE scope IN (SELECT scope FROM desk_usage
-         WHERE scope LIKE 'day:%' AND scope < $1 ORDER BY scope LIMIT $2)";
-    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    let deleted = connection.execute(delete, &[first_kept.into(), limit.into()]).await;
-    deleted.map_err(|error| database_error("delete token counts", error))
-}
-
 /// Status, hand-over and newest message of a ticket.
 pub(crate) type TicketVersion = (String, bool, i64);
 
@@ -502,12 +489,10 @@ pub(crate) async fn settle_reservation(
     execute(connection, "settle_reservation", upsert, &parameters).await
 }
 
-/// Aggregates settled and expired reservations, and deletes aggregated ones that expired before `remove_before`. Runs
-/// inside a transaction.
+/// Aggregates settled and expired reservations. Runs inside a transaction.
 pub(crate) async fn roll_up_reservations(
     transaction: &mut dyn Transaction,
     now: i64,
-    remove_before: i64,
 ) -> Result<(), TicketError> {
     let what = "roll_up_reservations";
     let statements: &[&'static str] = match transaction.connection() {
@@ -517,17 +502,7 @@ pub(crate) async fn roll_up_reservations(
     for statement in statements {
         execute(transaction.connection(), what, statement, &[now.into()]).await?;
     }
-    let delete = "DELETE FROM desk_reservations WHERE rolled_up AND expires_at <= $1";
-    execute(transaction.connection(), what, delete, &[remove_before.into()]).await
-}
-
-/// Deletes the usage of authors before the scope `first_kept`.
-pub(crate) async fn remove_old_user_scopes(
-    connection: StoreConnection<'_>,
-    first_kept: &str,
-) -> Result<(), TicketError> {
-    let delete = "DELETE FROM desk_usage WHERE scope >= 'user:' AND scope < $1";
-    execute(connection, "remove_old_user_scopes", delete, &[first_kept.into()]).await
+    Ok(())
 }
 
 /// The advisory lock ensures that only one process aggregates at a time; others skip.
