@@ -32,6 +32,10 @@ pub(crate) fn cargo<A: AsRef<OsStr>>(
     if let Some(folder) = duckdb::folder() {
         command.env(duckdb::VARIABLE, folder);
     }
+    // Continuous integration builds each checkout once: what makes the next build faster would only cost time and disk space.
+    if env::var_os("CI").is_some_and(|value| !value.is_empty()) {
+        command.env("CARGO_INCREMENTAL", "0");
+    }
     // `cargo run` sets these for xtask. Build scripts that watch them would rerun whenever cargo is called
     // alternately with and without xtask.
     for (name, _) in env::vars_os() {

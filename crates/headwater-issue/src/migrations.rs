@@ -4,6 +4,9 @@
 //! those of an application's own tables. Downstream: the table `headwater_migrations`.
 //! Guarantees: a database that a newer program migrated, or whose migrations had another text, is refused and left unchanged.
 
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+use std::time::Duration;
+
 /// One step of a schema, in both dialects.
 ///
 /// The text of a released migration never changes: databases that have applied it would be refused. Add another one.
@@ -19,6 +22,10 @@ pub struct Migration {
     /// Statements for SQLite.
     pub sqlite: &'static str,
 }
+
+/// Deadline of the statements of migrations.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) const MIGRATION_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 
 /// The tables of this crate.
 #[cfg(any(feature = "sqlite", feature = "postgres"))]

@@ -285,7 +285,12 @@ async fn numbers(backend: &Arc<dyn Backend>, of: &StreamName) -> Result<Vec<Stri
 async fn append_with_rejection(rejection: Rejection, size: usize, together: bool) -> Result<()> {
     let names = ["a", "b", "c"].map(stream);
     let (proxy, url) = RejectingProxy::start(rejection, "b:25.").await?;
-    let backend = connect(&url, &Options::default()).await?;
+    // Loading takes as long as the machine needs.
+    let call_deadline = match rejection {
+        Rejection::Loading => Duration::from_secs(60),
+        _ => Options::default().call_deadline,
+    };
+    let backend = connect(&url, &Options { call_deadline, ..Default::default() }).await?;
     let all = names.each_ref().map(|name| entries(name, size));
     let requests: Vec<AppendRequest<'_>> = names
         .iter()

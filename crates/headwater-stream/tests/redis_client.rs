@@ -256,6 +256,33 @@ async fn the_name_of_the_certificate_can_differ_from_the_host() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_can_speak_tls() -> Result<()> {
+    // All slots on one node: several would have to trust each other's authorities.
+    let tls =
+        Redis::builder().tls().setting("cluster-enabled", "yes").setting("tls-cluster", "yes");
+    let node = tls.setting("cluster-announce-ip", "127.0.0.1").start()?;
+    let slots: Vec<String> = (0..16_384).map(|slot: u32| slot.to_string()).collect();
+    let all: Vec<&str> =
+        ["CLUSTER", "ADDSLOTS"].into_iter().chain(slots.iter().map(String::as_str)).collect();
+    node.command(&all)?.ok()?;
+    until("the cluster serves its slots", || {
+        Ok(node.command(&["CLUSTER", "INFO"])?.text().contains("cluster_state:ok"))
+    })
+    .await?;
+
+    let ca = node.ca_certificate().context("it speaks TLS")?.display();
+    let url = format!("redis-cluster://{}?tls=true", node.addr());
+    let options = Options { call_deadline: Duration::from_millis(500), ..Options::default() };
+    let without = connect(&url, &options).await.map(drop);
+    assert!(matches!(without, Err(StreamError::Unavailable { .. })), "{without:?}");
+
+    let backend = open(&format!("{url}&ca={ca}")).await?;
+    append(&backend, 1).await?;
+    assert_eq!(length(&backend).await?, 1);
+    Ok(())
+}
+
 /// Hands out a password that expires; fails while there is none.
 #[derive(Debug, Default)]
 struct Rotating {

@@ -213,7 +213,8 @@ async fn calls_continue_when_a_paused_cluster_primary_is_replaced() -> Result<()
 #[tokio::test(flavor = "multi_thread")]
 async fn a_tail_reads_from_a_cluster_server_that_accepts_connections_slowly() -> Result<()> {
     let cluster = Cluster::builder().setting("cluster-node-timeout", "15000").start()?;
-    let backend = open(&cluster.url()).await?;
+    let options = Options { call_deadline: TIMEOUT, ..Default::default() };
+    let backend = connect(&cluster.url(), &options).await?;
     let streams = one_stream_per_primary(&cluster)?;
     let slow = cluster.primary_of_slot(cluster.slot_of(streams[0].as_str())?)?;
     let mut tail = backend.tail().await?;

@@ -81,7 +81,9 @@ async fn rate(database: &Database) -> Result<f64> {
 }
 
 async fn listen(server: &Server, ticket: &str) -> Result<reqwest::Response> {
-    let request = server.client.get(server.url(&format!("/api/v1/tickets/{ticket}/events")));
+    // Without the time limit of other requests.
+    let client = reqwest::Client::builder().no_proxy().build()?;
+    let request = client.get(server.url(&format!("/api/v1/tickets/{ticket}/events")));
     let response = request.send().await?;
     ensure!(response.status() == 200, "{}", response.status());
     Ok(response)

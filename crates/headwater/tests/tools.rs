@@ -5,7 +5,7 @@ mod support;
 
 use std::sync::atomic::Ordering;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use headwater_testkit::{Database, Port, Postgres};
 use serde_json::{Value, json};
 
@@ -549,6 +549,9 @@ const CLOSED_PORT: &[CallPlan] = &[
     ("order-1", &[("closed", "{}")]),
     ("order-2", &[("closed", "{}")]),
     ("order-3", &[("closed", "{}")]),
+    ("order-4", &[("closed", "{}")]),
+    ("order-5", &[("closed", "{}")]),
+    ("order-6", &[("closed", "{}")]),
 ];
 
 #[tokio::test(flavor = "multi_thread")]
@@ -562,15 +565,19 @@ async fn a_tool_that_cannot_be_reached_is_not_called_any_more() -> Result<()> {
     );
     let desk = ToolDesk::with_settings(CLOSED_PORT, SQLITE, &tool).await?;
     let server = desk.serve()?;
-    for number in 0..4 {
+    for number in 0..CLOSED_PORT.len() {
         let (ticket, issue) = ask(&server, &format!("order-{number}")).await?;
         let answer = only_answer(&server, &ticket).await?;
-        let is_called = number < 3;
-        assert_eq!(answer.contains("the tool does not respond"), !is_called, "{number}: {answer}");
         let effects = effects(&server, issue).await?;
-        assert_eq!(effects.len(), usize::from(is_called), "{number}: {effects:#?}");
+        let is_called = !effects.is_empty();
+        assert_eq!(answer.contains("the tool does not respond"), !is_called, "{number}: {answer}");
+        assert!(is_called || number >= 3, "{number}: {effects:#?}");
+        if !is_called {
+            return Ok(());
+        }
+        // After each pause one call is tried. The pauses become longer, so that a slow machine, too, asks within one.
     }
-    Ok(())
+    bail!("the tool is still called")
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -44,15 +44,12 @@ use crate::error::{IssueError, Result};
 use crate::event_batch::{EventBatch, ValidatedEvent, reject_all};
 use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
 use crate::limits::{CONSECUTIVE_FAILURES_MAX, PAGE_MAX, WAIT_MAX};
-use crate::migrations::Migration;
+use crate::migrations::{MIGRATION_TIMEOUT, Migration};
 use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::row_decoding::{database_error, is_conflict, missing_event_logs};
 use crate::store::Store;
 use crate::transaction::{ReadConnection, StoreConnection, Transaction};
 use crate::validate;
-
-/// Timeout of migrations.
-const MIGRATION_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 
 /// Delays before a call is retried after a conflict with another transaction.
 const CONFLICT_RETRY_DELAYS: [Duration; 3] =

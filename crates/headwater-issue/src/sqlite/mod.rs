@@ -102,8 +102,9 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             .max_lifetime(None)
             .idle_timeout(None)
     };
+    let writer =
+        migrate::open_and_migrate(pool(1), &connect, options.schema, options.call_deadline).await?;
     let opening = async {
-        let writer = migrate::open_and_migrate(pool(1), &connect, options.schema).await?;
         let readers = if in_memory {
             writer.clone()
         } else {
@@ -116,9 +117,9 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
         let file = file.map_err(|error| database_error("opening the SQLite database", error))?;
         let stored = clock::stored(&writer).await;
         let stored = stored.map_err(|error| database_error("reading the stored time", error))?;
-        Ok::<_, IssueError>((writer, readers, identity, file, stored))
+        Ok::<_, IssueError>((readers, identity, file, stored))
     };
-    let (writer, readers, identity, file, stored) =
+    let (readers, identity, file, stored) =
         with_deadline(options.call_deadline, "opening the SQLite database", opening).await?;
     let watch = ClockWatch::new(Arc::clone(&options.clock));
     // The first reading, with which every later one is compared. A detected step is handled before the first write.
@@ -376,8 +377,7 @@ impl Store for SqliteStore {
     }
 
     async fn migrate(&self, migrations: &[Migration]) -> Result<()> {
-        let migrating = migrate::migrate(&self.writer, migrations, self.schema);
-        with_deadline(self.deadline, "migrating the database", migrating).await
+        migrate::migrate(&self.writer, migrations, self.schema, self.deadline).await
     }
 
     async fn close(&self) {

@@ -210,3 +210,22 @@ async fn tables_that_are_updated_often_have_room_in_their_pages_and_are_vacuumed
     assert_eq!(WorkerConfig::default().heartbeat_every, Duration::from_secs(15));
     Ok(())
 }
+
+/// A migration of a large file may take longer than a call.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_migration_on_sqlite_has_no_deadline_of_a_call() -> Result<()> {
+    const SLOW: Migration = Migration {
+        version: 2001,
+        description: "many rows",
+        postgres: "SELECT 1",
+        sqlite: "CREATE TABLE counted AS WITH RECURSIVE numbers (n) AS
+             (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 20000000) SELECT count(*) AS n FROM numbers",
+    };
+    let call_deadline = Duration::from_secs(1);
+    let options = StoreOptions { call_deadline, ..Default::default() };
+    let store = connect("sqlite::memory:", &options).await?;
+    let start = std::time::Instant::now();
+    store.migrate(&[SLOW]).await?;
+    assert!(start.elapsed() > call_deadline, "too fast to show anything");
+    Ok(())
+}

@@ -142,10 +142,13 @@ impl Inspector {
     pub async fn groups(&self, topic: &str) -> Result<Vec<GroupView>> {
         let topic = self.queue.existing_topic(topic).await?;
         let read = self.queue.readable_partition_stats(&topic).await?;
-        let mut views = Vec::new();
-        for group in group_names(&read.stats) {
-            views.push(self.view(&topic, &group, &read).await?);
-        }
+        // Together, because each waits for a server that does not answer.
+        let views = group_names(&read.stats).into_iter().map(|group| {
+            let (topic, read) = (&topic, &read);
+            async move { self.view(topic, &group, read).await }
+        });
+        let views: Vec<GroupView> =
+            stream::iter(views).buffered(CONCURRENT_STATS).try_collect().await?;
         match read.error {
             Some(error) if views.is_empty() => Err(error.into()),
             _ => Ok(views),
@@ -205,17 +208,16 @@ impl Inspector {
     /// partition, `None` for one that is free or shared. A lease whose server did not answer has the holder
     /// [`LeaseInfo::UNKNOWN`]. A group whose name Headwater does not accept has none: the list is empty.
     pub async fn owners(&self, groups: &[(String, String)]) -> Result<Vec<Vec<Option<OwnerView>>>> {
-        let (mut names, mut counts) = (Vec::new(), Vec::new());
-        for (topic, group) in groups {
-            let Ok(group) = group_name(group) else {
-                counts.push(0);
-                continue;
-            };
+        let leases = groups.iter().cloned().map(|(topic, group)| async move {
+            let Ok(group) = group_name(&group) else { return Ok(Vec::new()) };
             // One topic whose metadata cannot be read does not hide the owners of the others.
             let topic = self.queue.topic_or_expired(&TopicName::new(topic)?).await?;
-            names.extend(lease_names(&topic, &group));
-            counts.push(usize::from(topic.partitions));
-        }
+            Ok::<_, QueueError>(lease_names(&topic, &group))
+        });
+        let leases: Vec<Vec<LeaseName>> =
+            stream::iter(leases).buffered(CONCURRENT_STATS).try_collect().await?;
+        let counts: Vec<usize> = leases.iter().map(Vec::len).collect();
+        let names = leases.concat();
         let mut owners = self.read_owners(&names).await?.into_iter();
         Ok(counts.into_iter().map(|count| owners.by_ref().take(count).collect()).collect())
     }

@@ -70,13 +70,18 @@ impl ServerFault {
     }
 
     pub(crate) fn end(self, (primary, replica): (&Redis, &Redis)) -> Result<()> {
-        for server in [replica, primary] {
-            match self {
-                Self::Dead => server.restart()?,
-                Self::Hangs => server.resume()?,
+        match self {
+            Self::Dead => {
+                replica.restart()?;
+                primary.restart()
+            }
+            Self::Hangs => {
+                // Before the replica, which would take over.
+                primary.resume()?;
+                primary.command(&["PING"])?.ok()?;
+                replica.resume()
             }
         }
-        Ok(())
     }
 }
 

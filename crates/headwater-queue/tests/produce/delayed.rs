@@ -80,7 +80,8 @@ mod bodies {
         setup: Setup,
     ) -> Result<()> {
         let topic = &setup.topic;
-        setup.queue.topics().create(topic, 2, Policies::default()).await?;
+        let refresh = Duration::from_secs(60);
+        setup.queue.topics().create(topic, 2, Policies { refresh, ..Default::default() }).await?;
         setup.producer.send(topic, NewMessage::new("p")).await?;
         let other = Queue::new(Arc::clone(setup.backend()));
         let topics = other.topics();

@@ -176,7 +176,7 @@ mod direct {
             let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
             let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
             let file = match opened {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(error) if is_unsupported(&error) => {
                     log_trusted(path, &error);
                     return Ok(None);
                 }
@@ -185,13 +185,13 @@ mod direct {
             let memory = vec![0; CHUNK_BYTES + ALIGNMENT];
             let mut reader = Self { file, offset, memory, unread: 0..0 };
             // Some file systems reject the first read and not the open.
-            match reader.fill().map_err(|error| (error.kind(), error)) {
+            match reader.fill() {
                 Ok(()) => Ok(Some(reader)),
-                Err((io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported, error)) => {
+                Err(error) if is_unsupported(&error) => {
                     log_trusted(path, &error);
                     Ok(None)
                 }
-                Err((_, error)) => Err(error),
+                Err(error) => Err(error),
             }
         }
 
@@ -209,6 +209,11 @@ mod direct {
             self.unread = start + read.min(skipped as usize)..start + read;
             Ok(())
         }
+    }
+
+    /// Whether the file system rejects direct reads. Any other error, such as too many open files, says nothing about the data.
+    fn is_unsupported(error: &io::Error) -> bool {
+        matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported)
     }
 
     fn log_trusted(path: &Path, error: &io::Error) {

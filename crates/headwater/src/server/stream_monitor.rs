@@ -4,7 +4,7 @@
 //! within [`FIRST_PROBE_MAX`] whether or not Redis answers, because SQL takes every event. Only a server that cannot be
 //! used with this URL stops the start. A rejected password does not: it can change at Redis without a restart. Watches
 //! the backend as long as the process runs, which reconnects by itself: each change of its state is logged once, with
-//! its address and the cause. Other parts repeat that only at the level `debug` (`telemetry/outage_filter.rs`).
+//! its address and the cause. Other parts repeat that only at the level `debug` (`telemetry/log_filter.rs`).
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

@@ -5,8 +5,8 @@
 //! remaining traces are sent at shutdown, for a bounded time.
 
 pub(crate) mod history;
+mod log_filter;
 mod metric_help;
-mod outage_filter;
 mod traces;
 mod uncached_filter;
 
@@ -22,7 +22,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 use crate::config;
 use crate::exit::CliError;
-use crate::telemetry::outage_filter::OutageFilter;
+use crate::telemetry::log_filter::LogFilter;
 use crate::telemetry::traces::Traces;
 pub(crate) use crate::telemetry::traces::{continue_event_traces, continue_trace, current_trace};
 use crate::telemetry::uncached_filter::UncachedFilter;
@@ -63,20 +63,14 @@ fn logs(settings: &config::TelemetrySettings) -> Result<AnyLayer, CliError> {
         "text" => false,
         _ => !std::io::stderr().is_terminal(),
     };
-    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let is_detailed = ["debug", "trace"].iter().any(|level| settings.level.contains(level));
-    let layer: AnyLayer = if as_json {
-        layer.json().flatten_event(true).with_filter(UncachedFilter(filter)).boxed()
+    let filter = UncachedFilter(LogFilter { levels: filter, drops_outages: !is_detailed });
+    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    Ok(if as_json {
+        layer.json().flatten_event(true).with_filter(filter).boxed()
     } else {
-        layer
-            .with_ansi(std::io::stderr().is_terminal())
-            .with_target(false)
-            .with_filter(UncachedFilter(filter))
-            .boxed()
-    };
-    Ok(match is_detailed {
-        true => layer,
-        false => layer.with_filter(UncachedFilter(OutageFilter)).boxed(),
+        let has_colors = std::io::stderr().is_terminal();
+        layer.with_ansi(has_colors).with_target(false).with_filter(filter).boxed()
     })
 }
 
@@ -129,6 +123,20 @@ impl Telemetry {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_not_logged_is_not_made() {
+        for (level, has_debug) in [("info", false), ("info,headwater=debug", true)] {
+            let (format, level) = ("json".to_owned(), level.to_owned());
+            let settings = config::TelemetrySettings { format, level, otlp_url: None };
+            let logs = Registry::default().with(vec![logs(&settings).unwrap()]);
+            tracing::subscriber::with_default(logs, || {
+                assert!(!tracing::info_span!("a span").is_disabled());
+                assert_eq!(!tracing::debug_span!("a span").is_disabled(), has_debug);
+                assert_eq!(tracing::enabled!(tracing::Level::DEBUG), has_debug);
+            });
+        }
+    }
 
     #[test]
     fn the_notice_directive_only_reduces_output() {

@@ -12,7 +12,8 @@ use axum::{Json, Router};
 use headwater_testkit::{Cluster, Database, Postgres, Proxy, Redis, Sentinel};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use sqlx::{Connection, SqliteConnection};
+use sqlx::sqlite::SqliteConnectOptions;
+use sqlx::{ConnectOptions, SqliteConnection};
 
 use crate::Fault;
 use crate::support::disk::SmallDisk;
@@ -255,7 +256,8 @@ impl SqlDatabase {
 
     /// Another program that uses the file.
     async fn other_program(&self) -> SqliteConnection {
-        SqliteConnection::connect(self.url()).await.unwrap()
+        let options: SqliteConnectOptions = self.url().parse().unwrap();
+        options.busy_timeout(LIMIT).connect().await.unwrap()
     }
 }
 
@@ -468,7 +470,13 @@ impl System {
             Fault::SqliteFull => {
                 // From now on every write makes the file of the log longer: it is empty, and a reader keeps it from being reused.
                 let mut reader = sql.other_program().await;
-                sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut reader).await.unwrap();
+                // Fails while another connection reads.
+                let checkpoint = "PRAGMA wal_checkpoint(TRUNCATE)";
+                while sqlx::query_scalar::<_, i64>(checkpoint).fetch_one(&mut reader).await.unwrap()
+                    != 0
+                {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
                 self.other_program = Some(begin(reader, "BEGIN; SELECT * FROM issues").await);
                 sql.disk().fill().unwrap();
             }

@@ -244,7 +244,10 @@ pub(crate) async fn describe_hand_over(
     execute(connection, "describe_hand_over", update, &parameters).await
 }
 
-/// Adds a further reason to those of a ticket that is handed over.
+/// Characters of reasons beyond which no further one is added: they are part of each listed ticket.
+const HAND_OVER_REASONS_MAX: i64 = 8_000;
+
+/// Adds a further reason to those of a ticket that is handed over, up to [`HAND_OVER_REASONS_MAX`].
 pub(crate) async fn add_hand_over_reason(
     connection: StoreConnection<'_>,
     ticket_id: Uuid,
@@ -252,9 +255,10 @@ pub(crate) async fn add_hand_over_reason(
 ) -> Result<(), TicketError> {
     let update = "UPDATE tickets
          SET hand_over_reason = coalesce(hand_over_reason || '. Also: ', '') || $2
-         WHERE ticket_id = $1::text::uuid AND handed_over";
+         WHERE ticket_id = $1::text::uuid AND handed_over AND length(coalesce(hand_over_reason, '')) < $3";
     let id = ticket_id.to_string();
-    execute(connection, "add_hand_over_reason", update, &[(&id).into(), reason.into()]).await
+    let parameters = [(&id).into(), reason.into(), HAND_OVER_REASONS_MAX.into()];
+    execute(connection, "add_hand_over_reason", update, &parameters).await
 }
 
 /// Sets or removes the assignee of a ticket.
