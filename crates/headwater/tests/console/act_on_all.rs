@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use reqwest::header::{AUTHORIZATION, HeaderMap};
 use serde_json::{Value, json};
 
-use crate::fixture::ConsoleFixture;
+use crate::fixture::{ConsoleFixture, all_failures};
 use crate::support::{Server, ServerDir};
 
 /// Stores so many dead letters of a new topic, with these reasons in turn.
@@ -225,7 +225,7 @@ async fn a_cause_of_which_not_all_was_read_says_so_and_names_the_plan() -> Resul
     let server = dir.serve(&[])?;
     dead_letters(&server, "orders", 1001, &["no address"]).await?;
     dead_letters(&server, "mails", 2, &["no address"]).await?;
-    let (_, failures) = server.get("/api/v1/failures").await?;
+    let failures = all_failures(&server).await?;
     let clusters = failures["clusters"].as_array().context("causes")?;
     let of = |topic: &str| clusters.iter().find(|one| one["place"] == topic).context("a cause");
     let (many, few) = (of("orders")?, of("mails")?);

@@ -201,6 +201,7 @@ async fn selected_letters(reader: &Reader, server: &Server) -> Result<()> {
     until_listed(reader, 3).await?;
     reader.fill("reason", "on fire").await?;
     reader.click("Filter").await?;
+    reader.until("return location.search.includes('reason=on')").await?;
     reader.click("Purge all that match…").await?;
     reader.until_shown("Purge 2 dead letters?").await?;
     reader.until_shown("headwater dlq purge orders --reason 'on fire' --yes").await?;

@@ -131,7 +131,7 @@ impl ConsoleFixture {
         };
         let page = server.until("/api/v1/topics/orders/dead-letters", letters).await?;
         let letter = page["dead_letters"][0]["id"].as_str().context("a dead letter")?.to_owned();
-        let (_, failures) = server.get("/api/v1/failures").await?;
+        let failures = all_failures(server).await?;
         let mut clusters = failures["clusters"].as_array().context("clusters")?.iter();
         let cause = clusters.find(|one| one["cause"] == "order # has no address");
         let cause = cause.and_then(|one| one["id"].as_str()).context("a cause")?.to_owned();
@@ -198,6 +198,16 @@ impl ConsoleFixture {
     }
 }
 
+/// The failures, when all sources had the time to read all of theirs.
+pub(crate) async fn all_failures(server: &Server) -> Result<Value> {
+    let is_whole = |_: u16, failures: &Value| {
+        let sources = failures["sources"].as_array();
+        let is_read = |one: &Value| one["problem"].is_null() && one["unread"] == json!([]);
+        sources.is_some_and(|all| all.iter().all(is_read))
+    };
+    server.until("/api/v1/failures", is_whole).await
+}
+
 /// A browser on a server.
 pub(crate) struct Reader {
     pub(crate) browser: Browser,
@@ -223,15 +233,20 @@ impl Reader {
         self.text().await
     }
 
-    /// Opens a page and returns its text. A search is opened again until each of its sources had the time to look at everything.
-    pub(crate) async fn open_whole(&self, path: &str) -> Result<String> {
+    /// Opens a page that shows these texts, and returns its text. It is opened again while it lacks one, because parts are left out
+    /// that the server could not read within their time; a search until each of its sources had the time to look at everything.
+    pub(crate) async fn open_whole(&self, path: &str, wanted: &[String]) -> Result<String> {
         let deadline = std::time::Instant::now() + LIMIT;
         loop {
             let text = self.open(path).await?;
-            if !path.starts_with("/console/search?") || is_whole_search_page(&text) {
+            let is_whole = !path.starts_with("/console/search?") || is_whole_search_page(&text);
+            if is_whole && wanted.iter().all(|part| text.contains(part)) {
                 return Ok(text);
             }
-            ensure!(std::time::Instant::now() < deadline, "{path} stays incomplete:\n{text}");
+            ensure!(
+                std::time::Instant::now() < deadline,
+                "{path} does not show {wanted:?}:\n{text}"
+            );
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
     }
@@ -289,10 +304,10 @@ impl Reader {
         self.driver().execute(script).await?.as_i64().with_context(|| script.to_owned())
     }
 
-    /// Waits until a script returns true.
+    /// Waits until a script returns true. It may fail: after a click the browser may show no page for a moment.
     pub(crate) async fn until(&self, script: &str) -> Result<()> {
         let deadline = std::time::Instant::now() + LIMIT;
-        while self.driver().execute(script).await? != true {
+        while !self.driver().execute(script).await.is_ok_and(|value| value == true) {
             ensure!(std::time::Instant::now() < deadline, "{script} stays false");
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         }

@@ -5,7 +5,7 @@ use headwater_queue::{ConsumerConfig, Message, Outcome, Queue, QueueConfig, Subs
 use headwater_testkit::BrowserScripts;
 use serde_json::{Value, json};
 
-use crate::fixture::{ConsoleFixture, Reader};
+use crate::fixture::{ConsoleFixture, Reader, all_failures};
 use crate::support::desk::{all_idle, answered};
 use crate::support::hostile_text::encoded;
 use crate::support::sender::github_signature;
@@ -358,6 +358,7 @@ async fn hostile_text_is_shown_as_text_on_every_screen() -> Result<()> {
     let quarantined = &ids("/issues?quarantined=true", "issues").await?[0];
     let rows = ids("/outbox/dead", "rows").await?;
     let letters = ids("/topics/orders/dead-letters", "dead_letters").await?;
+    all_failures(server).await?;
     let causes = ids("/failures", "clusters").await?;
     ensure!(
         (rows.len(), letters.len()) == (2, 4) && causes.len() >= 3,
@@ -403,7 +404,7 @@ async fn hostile_text_is_shown_as_text_on_every_screen() -> Result<()> {
         reader.open(&path).await?;
         reader.must_be_accessible(&path).await?;
     }
-    let (_, failures) = server.get("/api/v1/failures").await?;
+    let failures = all_failures(server).await?;
     let mut clusters = failures["clusters"].as_array().context("causes")?.iter();
     let cause = clusters.find(|one| one["kind"] == "dead_letter").context("a cause")?;
     let cause = format!("/console/failures/{}", cause["id"].as_str().context("an id")?);

@@ -251,12 +251,13 @@ async fn a_killed_process_ends_neither_a_plan_nor_the_page_that_shows_it() -> Re
 
     // First the browser, so that the plan still runs when its page is opened.
     let reader = Reader::start(&server, BrowserScripts::On).await?;
-    let consumer = consume(server.url(""));
     let (status, plan) = server.post("/api/v1/plans", &json!({"topics": ["orders"]})).await?;
     ensure!(status < 300, "{plan}");
     let path = format!("/plans/{}", plan["id"]);
     reader.open(&format!("/console{path}")).await?;
     reader.until_shown("running").await?;
+    // Without outcomes the plan stays at its first step.
+    let consumer = consume(server.url(""));
     // Some letters are sent, others are not.
     server.until(&format!("/api/v1{path}"), |_, plan| plan["sent"].as_u64() > Some(0)).await?;
     let address = server.address.to_string();
