@@ -292,21 +292,21 @@ impl Tickets {
         }
     }
 
-    /// Deletes the token counts of days that no budget needs any more.
+    /// Deletes token counts of days that no budget needs any more, and aggregated reservations that have expired.
     pub(crate) async fn delete_old_usage(&self) -> Result<(), TicketError> {
-        let first_kept = budget::day_scope_prefix(budget::day_of(now().before(USAGE_KEPT)));
-        self.delete_usage_before("day:", &first_kept).await
-    }
-
-    /// Deletes the token counts whose scopes begin with `kind` and sort before `first_kept`.
-    pub(super) async fn delete_usage_before(
-        &self,
-        kind: &str,
-        first_kept: &str,
-    ) -> Result<(), TicketError> {
+        let now = now();
+        let first_day = budget::day_scope_prefix(budget::day_of(now.before(USAGE_KEPT)));
+        // A reservation of yesterday may still be settled.
+        let first_of_authors = budget::user_scope_prefix(budget::day_of(now).saturating_sub(1));
         let delete = "DELETE FROM desk_usage WHERE scope IN (SELECT scope FROM desk_usage
              WHERE scope >= $1 AND scope < $2 ORDER BY scope LIMIT $3)";
-        self.delete_in_batches(delete, &[kind.into(), first_kept.into()]).await
+        for (kind, first_kept) in [("day:", &first_day), ("user:", &first_of_authors)] {
+            self.delete_in_batches(delete, &[kind.into(), first_kept.into()]).await?;
+        }
+        let delete = "DELETE FROM desk_reservations WHERE id IN (SELECT id FROM desk_reservations
+             WHERE rolled_up AND expires_at <= $1 LIMIT $2)";
+        let before = statements::to_ms(now.before(budget::RESERVATION_TTL));
+        self.delete_in_batches(delete, &[before.into()]).await
     }
 
     /// Repeats a statement, whose last parameter is the most rows that it may delete, until it finds fewer; each time in a

@@ -380,7 +380,7 @@ async fn html(server: &Server, path: &str) -> Result<String> {
 async fn charts_show_gaps_and_marks_and_have_their_data_as_a_table() -> Result<()> {
     let fixture = ConsoleFixture::start()?;
     // What comes after the first measurement is counted.
-    let has_measured = |_: u16, moves: &Value| moves["since"].is_string();
+    let has_measured = |_: u16, moves: &serde_json::Value| moves["since"].is_string();
     fixture.server.until("/api/v1/assignment/moves", has_measured).await?;
     fixture.fill().await?;
     let dir = ServerDir::new()?;
