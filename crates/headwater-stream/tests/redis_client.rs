@@ -343,6 +343,56 @@ async fn connections_are_renewed_before_their_credentials_expire() -> Result<()>
     Ok(())
 }
 
+/// Hands out credentials once, and then never answers.
+#[derive(Debug, Default)]
+struct Hanging {
+    calls: AtomicU64,
+}
+
+#[async_trait]
+impl CredentialProvider for Hanging {
+    async fn credentials(&self) -> Result<Credentials, BoxError> {
+        if self.calls.fetch_add(1, Ordering::SeqCst) > 0 {
+            std::future::pending::<()>().await;
+        }
+        let expires_in = Some(Duration::from_millis(400));
+        Ok(Credentials { user: None, password: "first".to_owned(), expires_in })
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_do_not_wait_for_a_credential_provider_that_does_not_answer() -> Result<()> {
+    let redis = Redis::builder().user("app", "first", "~* &* +@all").start()?;
+    let provider = Arc::new(Hanging::default());
+    let credentials: Arc<dyn CredentialProvider> = Arc::<Hanging>::clone(&provider);
+    let options = Options { credentials: Some(credentials), ..Options::default() };
+    let backend = connect(&format!("redis://app@{}/", redis.addr()), &options).await?;
+    append(&backend, 0).await?;
+
+    let start = Instant::now();
+    let (mut number, mut longest) = (1, Duration::ZERO);
+    // Longer than the deadline of a call.
+    while start.elapsed() < options.call_deadline + Duration::from_secs(1) {
+        let callers = (number..number + 10).map(|number| {
+            let backend = Arc::clone(&backend);
+            tokio::spawn(async move {
+                let start = Instant::now();
+                append(&backend, number).await.map(|()| start.elapsed())
+            })
+        });
+        for took in futures_util::future::join_all(callers).await {
+            longest = longest.max(took??);
+            number += 1;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(provider.calls.load(Ordering::SeqCst), 2, "the renewal is due, and waits");
+    assert!(longest < options.call_deadline / 5, "a call took {longest:?}");
+    let appended = redis.command(&["XLEN", "orders"])?.int();
+    assert_eq!(appended, Some(number as i64), "each was appended once");
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_user_without_a_password_needs_a_provider() -> Result<()> {
     let result = open("redis://app@127.0.0.1:1/").await.map(drop);
