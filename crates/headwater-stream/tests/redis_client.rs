@@ -204,6 +204,54 @@ async fn many_callers_share_the_attempts_to_reconnect() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn many_callers_share_the_attempts_to_find_a_cluster() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let options = Options { call_deadline: Duration::from_secs(3), ..Options::default() };
+    let known = connect(&cluster.url(), &options).await?;
+    append(&known, 0).await?;
+    // One that has never seen the cluster.
+    let unknown = connect(&cluster.url(), &options).await?;
+    let nodes = cluster.nodes();
+    nodes.iter().try_for_each(Redis::kill9)?;
+    // They accept and close each connection, as a proxy of a server that is gone.
+    let connects = Arc::new(AtomicU64::new(0));
+    let mut listeners = tokio::task::JoinSet::new();
+    for node in nodes {
+        let listener = tokio::net::TcpListener::bind(node.addr()).await?;
+        let connects = Arc::clone(&connects);
+        listeners.spawn(async move {
+            while listener.accept().await.is_ok() {
+                connects.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+    }
+
+    for backend in [&known, &unknown] {
+        connects.store(0, Ordering::SeqCst);
+        let callers = (0..100).map(|_| {
+            let backend = Arc::clone(backend);
+            tokio::spawn(async move { append(&backend, 1).await.is_err() })
+        });
+        let failed = futures_util::future::join_all(callers).await;
+        assert!(failed.into_iter().all(|failed| failed.unwrap_or(false)), "the nodes are gone");
+        let attempts = connects.load(Ordering::SeqCst);
+        // About ten attempts in three seconds, each to six nodes, and those to the primary of the slot.
+        println!("{attempts} connections of 100 callers in 3 s");
+        assert!((2..=200).contains(&attempts), "{attempts} connections of 100 callers in 3 s");
+    }
+    listeners.shutdown().await;
+    for node in nodes {
+        node.restart()?;
+    }
+    cluster.wait_until_ok(LIMIT)?;
+    let start = Instant::now();
+    append(&known, 2).await?;
+    append(&unknown, 3).await?;
+    ensure!(start.elapsed() < Duration::from_secs(3), "the backoff is at most a second");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_unix_socket_works_like_a_port() -> Result<()> {
     let redis = Redis::builder().unix_socket().start()?;
     let socket = redis.socket().context("it has a socket")?.display();
