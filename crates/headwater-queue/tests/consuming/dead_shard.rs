@@ -190,7 +190,12 @@ impl ShardFixture {
         (0..self.streams.len()).filter(|partition| !self.affected.contains(partition)).collect()
     }
 
-    async fn subscribe(&self, queue: &Queue, by: usize, mode: Mode) -> Result<Subscription> {
+    pub(crate) async fn subscribe(
+        &self,
+        queue: &Queue,
+        by: usize,
+        mode: Mode,
+    ) -> Result<Subscription> {
         let handler = ShardHandler { by, handled: Arc::clone(&self.handled) };
         let config = ConsumerConfig { mode, ..Default::default() };
         Ok(queue.subscribe(&self.fixture.topic, GROUP, handler, config).await?)
@@ -273,8 +278,18 @@ impl ShardFixture {
         Ok(())
     }
 
-    /// Sends to the healthy partitions for this long. Returns the longest time until a message was handled.
     async fn longest_wait(&self, name: &str, limit: Duration) -> Result<Duration> {
+        let waits = self.longest_waits(name, limit).await?.into_values();
+        Ok(waits.map(|(wait, _)| wait).max().unwrap_or_default())
+    }
+
+    /// Sends to the healthy partitions for this long. Returns for each of them the longest time until a message was handled, and
+    /// by whom the last one was.
+    pub(crate) async fn longest_waits(
+        &self,
+        name: &str,
+        limit: Duration,
+    ) -> Result<BTreeMap<usize, (Duration, usize)>> {
         let (healthy, until) = (self.healthy(), Instant::now() + limit);
         let mut sent = Vec::new();
         for round in 0.. {
@@ -290,10 +305,13 @@ impl ShardFixture {
             self.wait_for(&healthy, round).await?;
         }
         let handled = self.handled.lock().expect("no panic");
-        let mut longest = Duration::ZERO;
+        let mut longest = BTreeMap::new();
         for (round, sent) in sent {
             for partition in &healthy {
-                longest = longest.max(handled[&format!("{partition} {round}")].at - sent);
+                let Handled { at, by, .. } = handled[&format!("{partition} {round}")];
+                let (wait, last) = longest.entry(*partition).or_default();
+                *wait = (at - sent).max(*wait);
+                *last = by;
             }
         }
         Ok(longest)
