@@ -585,3 +585,27 @@ async fn a_new_consumer_waits_for_the_server_of_the_metadata_and_others_go_on() 
     tokio::join!(first.stop(), second.stop());
     shards.report("a dead server of metadata")
 }
+
+/// Calls for partitions of the dead server take their deadline (5 s) once, not in turns.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_consumer_of_many_partitions_starts_without_a_dead_server() -> Result<()> {
+    let shards = ShardFixture::start(Victim::PartitionsOnly).await?;
+    let (queue, cluster) = (&shards.fixture.queue, &shards.cluster);
+    let many = loop {
+        let name = unique("many");
+        let meta = cluster.slot_of(&format!("streaming:mq:topic:{name}:meta"))?;
+        if cluster.primary_of_slot(meta)?.port() != shards.victim {
+            break name;
+        }
+    };
+    queue.topics().create(&many, 512, Policies::default()).await?;
+
+    ServerFault::Dead.begin(shards.victims()?)?;
+    let start = Instant::now();
+    let handler = ShardHandler { by: 1, handled: Arc::clone(&shards.handled) };
+    let subscription = queue.subscribe(&many, GROUP, handler, ConsumerConfig::default()).await?;
+    let took = start.elapsed();
+    drop(subscription);
+    assert!(took < Duration::from_secs(20), "it took {took:?}");
+    Ok(())
+}
