@@ -204,6 +204,54 @@ async fn many_callers_share_the_attempts_to_reconnect() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn many_callers_share_the_attempts_to_find_a_cluster() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let options = Options { call_deadline: Duration::from_secs(3), ..Options::default() };
+    let known = connect(&cluster.url(), &options).await?;
+    append(&known, 0).await?;
+    // One that has never seen the cluster.
+    let unknown = connect(&cluster.url(), &options).await?;
+    let nodes = cluster.nodes();
+    nodes.iter().try_for_each(Redis::kill9)?;
+    // They accept and close each connection, as a proxy of a server that is gone.
+    let connects = Arc::new(AtomicU64::new(0));
+    let mut listeners = tokio::task::JoinSet::new();
+    for node in nodes {
+        let listener = tokio::net::TcpListener::bind(node.addr()).await?;
+        let connects = Arc::clone(&connects);
+        listeners.spawn(async move {
+            while listener.accept().await.is_ok() {
+                connects.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+    }
+
+    for backend in [&known, &unknown] {
+        connects.store(0, Ordering::SeqCst);
+        let callers = (0..100).map(|_| {
+            let backend = Arc::clone(backend);
+            tokio::spawn(async move { append(&backend, 1).await.is_err() })
+        });
+        let failed = futures_util::future::join_all(callers).await;
+        assert!(failed.into_iter().all(|failed| failed.unwrap_or(false)), "the nodes are gone");
+        let attempts = connects.load(Ordering::SeqCst);
+        // About ten attempts in three seconds, each to six nodes, and those to the primary of the slot.
+        println!("{attempts} connections of 100 callers in 3 s");
+        assert!((2..=200).contains(&attempts), "{attempts} connections of 100 callers in 3 s");
+    }
+    listeners.shutdown().await;
+    for node in nodes {
+        node.restart()?;
+    }
+    cluster.wait_until_ok(LIMIT)?;
+    let start = Instant::now();
+    append(&known, 2).await?;
+    append(&unknown, 3).await?;
+    ensure!(start.elapsed() < Duration::from_secs(3), "the backoff is at most a second");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_unix_socket_works_like_a_port() -> Result<()> {
     let redis = Redis::builder().unix_socket().start()?;
     let socket = redis.socket().context("it has a socket")?.display();
@@ -367,6 +415,56 @@ async fn connections_are_renewed_before_their_credentials_expire() -> Result<()>
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(length(&backend).await?, number);
+    Ok(())
+}
+
+/// Hands out credentials once, and then never answers.
+#[derive(Debug, Default)]
+struct Hanging {
+    calls: AtomicU64,
+}
+
+#[async_trait]
+impl CredentialProvider for Hanging {
+    async fn credentials(&self) -> Result<Credentials, BoxError> {
+        if self.calls.fetch_add(1, Ordering::SeqCst) > 0 {
+            std::future::pending::<()>().await;
+        }
+        let expires_in = Some(Duration::from_millis(400));
+        Ok(Credentials { user: None, password: "first".to_owned(), expires_in })
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_do_not_wait_for_a_credential_provider_that_does_not_answer() -> Result<()> {
+    let redis = Redis::builder().user("app", "first", "~* &* +@all").start()?;
+    let provider = Arc::new(Hanging::default());
+    let credentials: Arc<dyn CredentialProvider> = Arc::<Hanging>::clone(&provider);
+    let options = Options { credentials: Some(credentials), ..Options::default() };
+    let backend = connect(&format!("redis://app@{}/", redis.addr()), &options).await?;
+    append(&backend, 0).await?;
+
+    let start = Instant::now();
+    let (mut number, mut longest) = (1, Duration::ZERO);
+    // Longer than the deadline of a call.
+    while start.elapsed() < options.call_deadline + Duration::from_secs(1) {
+        let callers = (number..number + 10).map(|number| {
+            let backend = Arc::clone(&backend);
+            tokio::spawn(async move {
+                let start = Instant::now();
+                append(&backend, number).await.map(|()| start.elapsed())
+            })
+        });
+        for took in futures_util::future::join_all(callers).await {
+            longest = longest.max(took??);
+            number += 1;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(provider.calls.load(Ordering::SeqCst), 2, "the renewal is due, and waits");
+    assert!(longest < options.call_deadline / 5, "a call took {longest:?}");
+    let appended = redis.command(&["XLEN", "orders"])?.int();
+    assert_eq!(appended, Some(number as i64), "each was appended once");
     Ok(())
 }
 

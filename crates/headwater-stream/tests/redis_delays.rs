@@ -129,6 +129,50 @@ async fn notifications_arrive_from_every_node_of_a_cluster() -> Result<()> {
     Ok(())
 }
 
+/// The server with the subscription hangs. Notifications of the others arrive again long before it counts as dead.
+#[tokio::test(flavor = "multi_thread")]
+async fn notifications_of_a_cluster_arrive_while_one_server_hangs() -> Result<()> {
+    let cluster = Cluster::builder().setting("cluster-require-full-coverage", "no").start()?;
+    let (ours, theirs) = (open(&cluster.url()).await?, open(&cluster.url()).await?);
+    let nodes = cluster.nodes();
+    let primaries = &nodes[..nodes.len() / 2];
+    let primary_of = |set: &str| cluster.primary_of_slot(cluster.slot_of(set)?);
+    let _other = wait_for(&ours, "other");
+    let start = Instant::now();
+    let at = loop {
+        let mut subscribed =
+            primaries.iter().map(|node| anyhow::Ok(!subscribers(node)?.is_empty()));
+        if let Some(at) = subscribed.position(|is_subscribed| matches!(is_subscribed, Ok(true))) {
+            break at;
+        }
+        assert!(start.elapsed() < TIMEOUT, "no subscriber");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    let mut sets = (0..).map(|number| format!("{{healthy-{number}}}"));
+    let set = loop {
+        let set = sets.next().expect("it does not end");
+        if primary_of(&set)?.port() != nodes[at].port() {
+            break set;
+        }
+    };
+    schedule(&theirs, &set, &format!("{set}:to"), DueTime::After(TIMEOUT * 2)).await?;
+    let (replica, primary) = (&nodes[at + nodes.len() / 2], &nodes[at]);
+    replica.pause()?;
+    primary.pause()?;
+    tokio::time::sleep(Duration::from_secs(4)).await;
+
+    let waiting = wait_for(&ours, &set);
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let start = Instant::now();
+    schedule(&theirs, &set, &format!("{set}:to"), DueTime::After(Duration::ZERO)).await?;
+    assert!(waiting.await??, "it is due");
+    let took = start.elapsed();
+    replica.resume()?;
+    primary.resume()?;
+    assert!(took < BY_NOTIFICATION, "it was found by polling, after {took:?}");
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_user_who_may_not_subscribe_finds_due_entries_by_polling() -> Result<()> {
     let redis = Redis::builder().user("worker", "secret", "~* resetchannels +@all").start()?;

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use headwater_stream::StreamName;
 use headwater_stream::limits::READ_STREAMS_MAX;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::capacity_pool::{CapacityPool, PartitionLimits};
@@ -47,8 +48,8 @@ pub(super) struct FetchSource<T> {
     /// Reads that failed, and those whose entries were reclaimed.
     pub(super) failed_reads: u64,
     pub(super) recovered_reads: u64,
-    /// The number of the removal that ends it.
-    pub(super) removal_seq: Option<u64>,
+    /// Set once it is to be removed. It is read no more.
+    pub(super) removal: Option<SourceRemoval>,
     /// Skipped until then, because its stream has the wrong type.
     pub(super) skipped_until: Option<Instant>,
     /// Whether more entries may be waiting at the server.
@@ -57,6 +58,21 @@ pub(super) struct FetchSource<T> {
     starved_since: Option<Instant>,
     last_turn: u64,
     kind: FetchKind,
+}
+
+/// The removal of a partition. It is in effect when it is dropped, with its source.
+#[derive(Default)]
+pub(super) struct SourceRemoval {
+    ended: watch::Sender<()>,
+    /// Whether its failed reads are being disconnected. The fetcher has ended all others.
+    pub(super) is_disconnecting: bool,
+}
+
+impl SourceRemoval {
+    /// A receiver that fails when the removal is in effect.
+    pub(super) fn subscribe(&self) -> watch::Receiver<()> {
+        self.ended.subscribe()
+    }
 }
 
 /// How the next read may include a partition.
@@ -83,7 +99,7 @@ impl<T> FetchSource<T> {
             is_reading: true,
             failed_reads: 0,
             recovered_reads: 0,
-            removal_seq: None,
+            removal: None,
             skipped_until: None,
             has_more: false,
             starved_since: None,
@@ -152,15 +168,13 @@ pub(super) struct FetchRequest {
     /// Whether partitions wait for capacity for a bulk read, so that no read blocks at the server: it would have to be
     /// cancelled as soon as there is capacity.
     pub(super) awaits_bulk: bool,
-    /// Removals up to this number are in effect once this read has returned.
-    pub(super) removals: u64,
-    pub(super) has_removals: bool,
+    /// Partitions to remove, with the ids of their sources: once this read has returned, no other one includes them.
+    pub(super) removals: Vec<(StreamName, u64)>,
 }
 
 /// The partitions of one fetcher.
 pub(super) struct FetchCredits<T> {
     pub(super) sources: HashMap<StreamName, FetchSource<T>>,
-    pub(super) removals: u64,
     /// Whether the fetcher was woken and has not planned a read since.
     is_woken: bool,
     batch: usize,
@@ -181,7 +195,6 @@ impl<T> FetchCredits<T> {
     pub(super) fn new(batch: usize, poll: Duration) -> Self {
         Self {
             sources: HashMap::new(),
-            removals: 0,
             is_woken: false,
             batch,
             poll,
@@ -195,6 +208,13 @@ impl<T> FetchCredits<T> {
     /// The source of this consumer, unless another consumer has replaced it.
     pub(super) fn find(&mut self, stream: &StreamName, id: u64) -> Option<&mut FetchSource<T>> {
         self.sources.get_mut(stream).filter(|source| source.id == id)
+    }
+
+    /// Removes the source of this consumer, unless another consumer has replaced it.
+    pub(super) fn remove(&mut self, stream: &StreamName, id: u64) {
+        if self.find(stream, id).is_some() {
+            self.sources.remove(stream);
+        }
     }
 
     /// Changes the credits of a partition. Returns whether the fetcher must plan again: it does not read the partition,
@@ -233,23 +253,25 @@ impl<T> FetchCredits<T> {
     ) -> FetchRequest {
         self.is_woken = false;
         self.turn += 1;
-        let mut request = FetchRequest { removals: self.removals, ..Default::default() };
+        let mut request = FetchRequest::default();
         let mut wait_max = self.poll;
-        for source in self.sources.values_mut() {
+        for (stream, source) in &mut self.sources {
             source.pool.set_awaited(false);
             source.kind = FetchKind::No;
-            request.has_removals |= source.removal_seq.is_some();
+            if source.removal.as_ref().is_some_and(|removal| !removal.is_disconnecting) {
+                request.removals.push((stream.clone(), source.id));
+            }
             let is_recovered = source.failed_reads == source.recovered_reads;
             if let Some(until) = source.skipped_until.filter(|until| *until > now) {
                 wait_max = wait_max.min(until - now);
-            } else if source.is_reading && is_recovered && source.removal_seq.is_none() {
+            } else if source.is_reading && is_recovered && source.removal.is_none() {
                 source.kind =
                     if is_valid(&source.target) { source.next_kind(now) } else { FetchKind::No };
             }
         }
         request.wait = wait_max;
         self.select(&mut request, now);
-        if request.has_removals {
+        if !request.removals.is_empty() {
             // Without blocking, so that the server no longer reads the removed streams.
             request.wait = Duration::ZERO;
         }

@@ -5,13 +5,14 @@
 //! Guarantees: a partition without credits is skipped and the others continue; after `remove` has returned, no read can
 //! deliver from that partition; one stream of the wrong type does not stop the reading of the others.
 //! All subscriptions of a process with the same group, consumer name, batch and poll share a fetcher, so that a
-//! thousand topics need one read. On a cluster, a server that does not answer stops only the reading of its own partitions.
+//! thousand topics need one read. On a cluster, a server that does not answer stops only the reading and the removal of
+//! its own partitions.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use futures_util::{FutureExt, TryStreamExt, stream};
+use futures_util::FutureExt;
 use headwater_stream::limits::READ_STREAMS_MAX;
 use headwater_stream::{
     Backend, Backoff, ConsumerName, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader,
@@ -19,8 +20,8 @@ use headwater_stream::{
 };
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, watch};
-use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
 
 use super::capacity_pool::largest_bytes;
@@ -34,8 +35,8 @@ use super::partition_state::PartitionEvent;
 const WRONG_TYPE_PAUSE: Duration = Duration::from_secs(2);
 /// How long a failed read may still be executing at the server, beyond its own wait time.
 const UNCERTAIN_FOR: Duration = Duration::from_secs(30);
-/// Streams whose reads are disconnected concurrently.
-const DISCONNECTS_AT_ONCE: usize = 16;
+/// Pause before failed reads that could not be disconnected are disconnected again.
+const DISCONNECT_RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Pause after a read in which only failures arrived.
 const FAILURE_PAUSE: Duration = Duration::from_millis(50);
 /// After a read of at most this many entries, their handlers run before the next read.
@@ -71,8 +72,24 @@ struct FetchLoop {
     key: FetcherKey,
     credits: Mutex<FetchCredits<FetchTarget>>,
     changed: Notify,
-    /// Removals up to this number are in effect.
-    removals_done: watch::Sender<u64>,
+    uncertain: Mutex<UncertainReads>,
+}
+
+/// Failed reads that may still be executing at the server.
+#[derive(Default)]
+struct UncertainReads {
+    /// Until when any stream may still be read.
+    all_until: Option<Instant>,
+    /// Until when these streams may still be read.
+    until: HashMap<StreamName, Instant>,
+}
+
+impl UncertainReads {
+    /// Until when this stream may still be read; `None` if no failed read of it can be executing.
+    fn until(&self, stream: &StreamName) -> Option<Instant> {
+        let until = self.all_until.max(self.until.get(stream).copied());
+        until.filter(|until| *until > Instant::now())
+    }
 }
 
 impl Drop for Fetcher {
@@ -88,7 +105,7 @@ impl Fetcher {
             credits: Mutex::new(FetchCredits::new(key.batch, key.poll)),
             key,
             changed: Notify::new(),
-            removals_done: watch::Sender::new(0),
+            uncertain: Mutex::default(),
         });
         let task = tokio::spawn(Arc::clone(&shared).run());
         Self { shared, task }
@@ -140,27 +157,19 @@ impl Fetcher {
 
     /// Stops reading a partition. When it returns, no read can deliver from it, and reads in flight have delivered.
     pub(super) async fn remove(&self, stream: &StreamName, id: u64) {
-        let mut removals_done = self.shared.removals_done.subscribe();
-        let number = {
+        let mut removed = {
             let mut credits = self.shared.lock();
-            let number = credits.removals + 1;
             let Some(source) = credits.find(stream, id) else { return };
-            let number = *source.removal_seq.get_or_insert(number);
-            credits.removals = credits.removals.max(number);
-            number
+            source.removal.get_or_insert_default().subscribe()
         };
         self.wake();
-        // Fails if the fetch loop has ended: then nothing reads.
-        let _ = removals_done.wait_for(|done| *done >= number).await;
+        // Fails when the source has been removed.
+        let _ = removed.changed().await;
     }
 
     /// Removes a partition without waiting. A read in flight may still fetch entries for its next owner.
     pub(super) fn remove_now(&self, stream: &StreamName, id: u64) {
-        let mut credits = self.shared.lock();
-        if credits.find(stream, id).is_some() {
-            credits.sources.remove(stream);
-        }
-        drop(credits);
+        self.shared.lock().remove(stream, id);
         self.wake();
     }
 }
@@ -174,23 +183,22 @@ impl FetchLoop {
         let mut reader: Option<Box<dyn GroupReader>> = None;
         // Whether a read that was dropped may still deliver.
         let mut read_in_flight = false;
-        // Until when a failed read may still be executing at the server.
-        let mut uncertain_until: Option<Instant> = None;
+        // Calls that concern single partitions: no other partition waits for their servers. At most one for each.
+        let mut calls = JoinSet::new();
         let mut retry = BACKOFF.timer();
         loop {
+            while !calls.is_empty() && calls.try_join_next().is_some() {}
             let request = self.next_request();
             if request.streams.is_empty() {
                 // A partition that awaits bulk capacity uses the reader again in a moment.
-                if ((read_in_flight && !request.awaits_bulk) || request.has_removals)
+                if ((read_in_flight && !request.awaits_bulk) || !request.removals.is_empty())
                     && let Some(reader) = reader.take()
-                    && !self.close(reader).await
                 {
-                    uncertain_until = Some(self.uncertainty_deadline());
+                    self.close(reader, &mut calls).await;
                 }
                 read_in_flight &= reader.is_some();
-                if self.confirm_removals(&request, &mut uncertain_until).await {
-                    self.wait_for_change(request.awaits_bulk).await;
-                }
+                self.end_removals(&request.removals, &mut calls);
+                self.wait_for_change(request.awaits_bulk).await;
                 continue;
             }
             let open = match reader.take() {
@@ -215,14 +223,20 @@ impl FetchLoop {
                             self.on_read_error(&error);
                             continue;
                         }
-                        uncertain_until = Some(self.uncertainty_deadline());
+                        let until = self.uncertainty_deadline();
+                        self.set_uncertain(|uncertain| {
+                            uncertain.until.retain(|_, until| *until > Instant::now());
+                            uncertain
+                                .until
+                                .extend(streams.iter().map(|name| (name.clone(), until)));
+                        });
                         self.on_streams_failed(&error, |stream| streams.contains(stream));
                     }
                     let entries: usize = batches.iter().map(|batch| batch.entries.len()).sum();
                     let is_empty = entries == 0;
                     let lens = batches.iter().map(|batch| (&batch.stream, batch.entries.len()));
                     self.lock().record_read(&request, lens);
-                    self.deliver(batches).await;
+                    self.deliver(batches, &mut calls);
                     if has_failures && is_empty {
                         // A server that rejects every read at once must not keep this task busy.
                         tokio::time::sleep(FAILURE_PAUSE).await;
@@ -232,10 +246,8 @@ impl FetchLoop {
                         // read may take longer than they do.
                         yield_to_queue().await;
                     }
-                    if self.confirm_removals(&request, &mut uncertain_until).await
-                        && is_empty
-                        && request.awaits_bulk
-                    {
+                    self.end_removals(&request.removals, &mut calls);
+                    if is_empty && request.awaits_bulk {
                         self.wait_for_change(true).await;
                     }
                 }
@@ -245,9 +257,9 @@ impl FetchLoop {
                     self.on_read_error(&error);
                     let is_wrong_type = matches!(error, StreamError::WrongType { .. });
                     if !is_wrong_type {
-                        uncertain_until = Some(self.uncertainty_deadline());
+                        self.set_all_uncertain();
                     }
-                    self.confirm_removals(&request, &mut uncertain_until).await;
+                    self.end_removals(&request.removals, &mut calls);
                     if !is_wrong_type {
                         retry.wait().await;
                     }
@@ -312,9 +324,13 @@ impl FetchLoop {
         credits.next_request(Instant::now(), |target| target.context.lease.is_valid())
     }
 
-    async fn deliver(&self, batches: Vec<StreamBatch<DeliveredEntry>>) {
+    fn deliver(
+        self: &Arc<Self>,
+        batches: Vec<StreamBatch<DeliveredEntry>>,
+        calls: &mut JoinSet<()>,
+    ) {
         for batch in self.dispatch(batches) {
-            self.release_unrouted(batch).await;
+            calls.spawn(Arc::clone(self).release_unrouted(batch));
         }
     }
 
@@ -351,7 +367,10 @@ impl FetchLoop {
     }
 
     /// Releases entries of a partition that is no longer consumed here, so that its owner gets them at once.
-    async fn release_unrouted(&self, StreamBatch { stream, entries }: StreamBatch<DeliveredEntry>) {
+    async fn release_unrouted(
+        self: Arc<Self>,
+        StreamBatch { stream, entries }: StreamBatch<DeliveredEntry>,
+    ) {
         debug!(%stream, entries = entries.len(), "releasing entries of a partition that was removed");
         let release =
             |entry: &DeliveredEntry| Settlement { id: entry.id, action: SettleAction::Release };
@@ -398,17 +417,14 @@ impl FetchLoop {
         }
     }
 
-    /// Closes a reader. Returns whether it certainly delivers nothing any more.
-    async fn close(&self, reader: Box<dyn GroupReader>) -> bool {
+    /// Closes a reader. Afterwards it delivers nothing any more, except by failed reads.
+    async fn close(self: &Arc<Self>, reader: Box<dyn GroupReader>, calls: &mut JoinSet<()>) {
         match reader.close().await {
-            Ok(batches) => {
-                self.deliver(batches).await;
-                true
-            }
+            Ok(batches) => self.deliver(batches, calls),
             Err(error) => {
                 debug!(%error, "closing the reader failed");
                 self.on_read_error(&error);
-                false
+                self.set_all_uncertain();
             }
         }
     }
@@ -417,62 +433,83 @@ impl FetchLoop {
         Instant::now() + self.key.poll + UNCERTAIN_FOR
     }
 
-    /// Confirms the removals of a request. If a failed read of a removed stream may still be executing, it is
-    /// disconnected first. Returns whether they are confirmed; if not, after a pause.
-    async fn confirm_removals(
-        &self,
-        request: &FetchRequest,
-        uncertain_until: &mut Option<Instant>,
-    ) -> bool {
-        if request.has_removals && uncertain_until.is_some_and(|until| Instant::now() < until) {
-            if let Err(error) = self.disconnect_removed(request.removals).await {
-                warn!(group = %self.key.group, consumer = %self.key.consumer_name, %error,
-                    "a failed read may still be executing; partitions are revoked when it has ended");
-                tokio::time::sleep(BACKOFF_MIN).await;
-                return false;
-            }
-            *uncertain_until = None;
-        }
-        self.publish_removals(request.removals);
-        true
+    /// Records that a read has failed that may have included any stream.
+    fn set_all_uncertain(&self) {
+        let until = self.uncertainty_deadline();
+        self.set_uncertain(|uncertain| uncertain.all_until = Some(until));
     }
 
-    /// Ends reads of removed streams that may still be executing at the server.
-    async fn disconnect_removed(&self, removals: u64) -> headwater_stream::Result<()> {
-        let removed: Vec<StreamName> = {
-            let credits = self.lock();
-            let all = credits.sources.iter();
-            let removed =
-                all.filter(|(_, source)| source.removal_seq.is_some_and(|n| n <= removals));
-            removed.map(|(stream, _)| stream.clone()).collect()
-        };
-        let FetcherKey { group, consumer_name, .. } = &self.key;
-        stream::iter(removed.iter().map(Ok))
-            .try_for_each_concurrent(DISCONNECTS_AT_ONCE, async |stream| {
-                match self.backend.disconnect_reader(stream, group, consumer_name).await? {
-                    DisconnectOutcome::Disconnected { readers: ended } => debug!(%stream, ended, "disconnected our own reads"),
-                    DisconnectOutcome::Denied { reason } => warn!(%stream, reason,
-                        "a failed read cannot be disconnected; it may take messages from the next owner"),
-                }
-                Ok(())
-            })
-            .await
+    fn set_uncertain(&self, change: impl FnOnce(&mut UncertainReads)) {
+        change(&mut self.uncertain.lock().expect("no code panics while it holds the reads"));
     }
 
-    /// Puts removals up to this number into effect.
-    fn publish_removals(&self, removals: u64) {
-        if *self.removals_done.borrow() >= removals {
+    /// Ends removals of partitions that no read includes any more. If a failed read of one may still be executing, it is
+    /// disconnected first, while the others are read.
+    fn end_removals(self: &Arc<Self>, removals: &[(StreamName, u64)], calls: &mut JoinSet<()>) {
+        if removals.is_empty() {
             return;
         }
+        let uncertain = self.uncertain.lock().expect("no code panics while it holds the reads");
         let mut credits = self.lock();
-        credits
-            .sources
-            .retain(|_, source| source.removal_seq.is_none_or(|number| number > removals));
-        drop(credits);
-        self.removals_done.send_if_modified(|done| {
-            let is_new = *done < removals;
-            *done = removals.max(*done);
-            is_new
+        for (stream, id) in removals {
+            let Some(until) = uncertain.until(stream) else {
+                credits.remove(stream, *id);
+                continue;
+            };
+            let source = credits.find(stream, *id);
+            if let Some(removal) = source.and_then(|source| source.removal.as_mut()) {
+                removal.is_disconnecting = true;
+                let (fetch_loop, removed) = (Arc::clone(self), removal.subscribe());
+                calls.spawn(fetch_loop.disconnect_removed(stream.clone(), *id, until, removed));
+            }
+        }
+    }
+
+    /// Ends failed reads of a removed stream, then its removal. They have ended by `until` in any case.
+    async fn disconnect_removed(
+        self: Arc<Self>,
+        stream: StreamName,
+        id: u64,
+        until: Instant,
+        mut removed: watch::Receiver<()>,
+    ) {
+        let disconnected = async {
+            let mut has_failed = false;
+            while let Err(error) = self.disconnect(&stream).await {
+                if std::mem::replace(&mut has_failed, true) {
+                    debug!(%stream, %error, "a failed read could not be disconnected, retrying");
+                } else {
+                    warn!(%stream, group = %self.key.group, consumer = %self.key.consumer_name, %error,
+                        "a failed read may still be executing; the partition is revoked when it has ended");
+                }
+                tokio::time::sleep(DISCONNECT_RETRY_AFTER).await;
+            }
+        };
+        tokio::select! {
+            // Its lease was lost. If the stream is read again, this must not disconnect the new reads.
+            _ = removed.changed() => {}
+            _ = timeout_at(until, disconnected) => self.lock().remove(&stream, id),
+        }
+    }
+
+    /// Ends reads of a stream that may still be executing at the server.
+    async fn disconnect(&self, stream: &StreamName) -> headwater_stream::Result<()> {
+        let FetcherKey { group, consumer_name, .. } = &self.key;
+        // Reads that fail from now on are not covered.
+        let covered = self.uncertainty_deadline();
+        match self.backend.disconnect_reader(stream, group, consumer_name).await? {
+            DisconnectOutcome::Disconnected { readers: ended } => {
+                debug!(%stream, ended, "disconnected our own reads");
+            }
+            DisconnectOutcome::Denied { reason } => warn!(%stream, reason,
+                "a failed read cannot be disconnected; it may take messages from the next owner"),
+        }
+        let is_one_server = self.backend.cluster_slot("").is_none();
+        self.set_uncertain(|uncertain| {
+            uncertain.until.retain(|name, until| name != stream || *until >= covered);
+            // There, all reads of this consumer have ended.
+            uncertain.all_until.take_if(|until| is_one_server && *until < covered);
         });
+        Ok(())
     }
 }

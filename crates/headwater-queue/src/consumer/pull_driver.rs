@@ -33,7 +33,6 @@ use super::pull_member::PullMember;
 use super::pull_reassign::LeaseCheck;
 use super::pull_streams::{PullStreams, partition_of};
 use super::retry_or_dead_letter::DeliveryResult;
-use super::subscription::GROUPS_AT_ONCE;
 use crate::config::Mode;
 use crate::error::{QueueError, Result};
 use crate::group::coordinator::MembershipHandle;
@@ -56,6 +55,8 @@ const HOLD_PART: u32 = 4;
 const READ_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Maximum entries of one read or reclaim, whatever their size.
 pub(super) const READ_MAX: usize = read_max(READ_BYTES_MAX);
+/// Partitions whose idle consumers are removed concurrently.
+const TIDIED_AT_ONCE: usize = 64;
 /// A message with more deliveries comes alone: one caller died with it, then a second one.
 const TOGETHER_MAX: u64 = 2;
 /// Readers at once, one for each length of leases.
@@ -165,7 +166,7 @@ impl PullDriver {
                 debug!(%stream, %group, %error, "idle consumers could not be removed");
             }
         };
-        stream::iter(reached).for_each_concurrent(GROUPS_AT_ONCE, remove_idle).await;
+        stream::iter(reached).for_each_concurrent(TIDIED_AT_ONCE, remove_idle).await;
         let member = Arc::new(PullMember::new(backend, group, &topic));
         let listener = Arc::clone(&member) as Arc<dyn RebalanceListener>;
         let group = group.clone();

@@ -22,11 +22,9 @@ use crate::error::{QueueError, Result};
 use crate::group::coordinator::MembershipHandle;
 use crate::group::rebalance_listener::JoinRequest;
 use crate::handler::Handler;
+use crate::limits::PARTITIONS_MAX;
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic, TopicName, group_name};
-
-/// Partitions whose group is created concurrently.
-pub(super) const GROUPS_AT_ONCE: usize = 64;
 
 /// A handler that receives the messages of a topic for a group. Dropping it stops it at once: nothing is lost, but
 /// in-flight messages stay pending and are redelivered.
@@ -108,7 +106,9 @@ impl Queue {
             let backend = &*self.inner.backend;
             (partition, topic.ensure_group(backend, partition, group, start).await)
         };
-        let mut calls = stream::iter((0..topic.partitions).map(ensure)).buffered(GROUPS_AT_ONCE);
+        // All at once: those on a server that does not answer take their deadline once, not in turns.
+        let all_at_once = usize::from(PARTITIONS_MAX);
+        let mut calls = stream::iter((0..topic.partitions).map(ensure)).buffered(all_at_once);
         let (mut unreached, mut failure) = (Vec::new(), None);
         while let Some((partition, ensured)) = calls.next().await {
             match ensured {

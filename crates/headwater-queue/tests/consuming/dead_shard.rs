@@ -195,7 +195,12 @@ impl ShardFixture {
         (0..self.streams.len()).filter(|partition| !self.affected.contains(partition)).collect()
     }
 
-    async fn subscribe(&self, queue: &Queue, by: usize, mode: Mode) -> Result<Subscription> {
+    pub(crate) async fn subscribe(
+        &self,
+        queue: &Queue,
+        by: usize,
+        mode: Mode,
+    ) -> Result<Subscription> {
         let handler = ShardHandler { by, handled: Arc::clone(&self.handled) };
         let config = ConsumerConfig { mode, ..Default::default() };
         Ok(queue.subscribe(&self.fixture.topic, GROUP, handler, config).await?)
@@ -278,8 +283,18 @@ impl ShardFixture {
         Ok(())
     }
 
-    /// Sends to the healthy partitions for this long. Returns the longest time until a message was handled.
     async fn longest_wait(&self, name: &str, limit: Duration) -> Result<Duration> {
+        let waits = self.longest_waits(name, limit).await?.into_values();
+        Ok(waits.map(|(wait, _)| wait).max().unwrap_or_default())
+    }
+
+    /// Sends to the healthy partitions for this long. Returns for each of them the longest time until a message was handled, and
+    /// by whom the last one was.
+    pub(crate) async fn longest_waits(
+        &self,
+        name: &str,
+        limit: Duration,
+    ) -> Result<BTreeMap<usize, (Duration, usize)>> {
         let (healthy, until) = (self.healthy(), Instant::now() + limit);
         let mut sent = Vec::new();
         for round in 0.. {
@@ -295,10 +310,13 @@ impl ShardFixture {
             self.wait_for(&healthy, round).await?;
         }
         let handled = self.handled.lock().expect("no panic");
-        let mut longest = Duration::ZERO;
+        let mut longest = BTreeMap::new();
         for (round, sent) in sent {
             for partition in &healthy {
-                longest = longest.max(handled[&format!("{partition} {round}")].at - sent);
+                let Handled { at, by, .. } = handled[&format!("{partition} {round}")];
+                let (wait, last) = longest.entry(*partition).or_default();
+                *wait = (at - sent).max(*wait);
+                *last = by;
             }
         }
         Ok(longest)
@@ -571,4 +589,28 @@ async fn a_new_consumer_waits_for_the_server_of_the_metadata_and_others_go_on() 
     }
     tokio::join!(first.stop(), second.stop());
     shards.report("a dead server of metadata")
+}
+
+/// Calls for partitions of the dead server take their deadline (5 s) once, not in turns.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_consumer_of_many_partitions_starts_without_a_dead_server() -> Result<()> {
+    let shards = ShardFixture::start(Victim::PartitionsOnly).await?;
+    let (queue, cluster) = (&shards.fixture.queue, &shards.cluster);
+    let many = loop {
+        let name = unique("many");
+        let meta = cluster.slot_of(&format!("streaming:mq:topic:{name}:meta"))?;
+        if cluster.primary_of_slot(meta)?.port() != shards.victim {
+            break name;
+        }
+    };
+    queue.topics().create(&many, 512, Policies::default()).await?;
+
+    ServerFault::Dead.begin(shards.victims()?)?;
+    let start = Instant::now();
+    let handler = ShardHandler { by: 1, handled: Arc::clone(&shards.handled) };
+    let subscription = queue.subscribe(&many, GROUP, handler, ConsumerConfig::default()).await?;
+    let took = start.elapsed();
+    drop(subscription);
+    assert!(took < Duration::from_secs(20), "it took {took:?}");
+    Ok(())
 }

@@ -12,6 +12,7 @@ mod bad_input;
 mod crash;
 mod data_loss;
 mod dead_shard;
+mod dead_shard_revoke;
 mod deleted;
 mod disconnect;
 mod dropped;

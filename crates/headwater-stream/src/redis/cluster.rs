@@ -1,8 +1,8 @@
 //! The nodes of a cluster and the slot map.
 //!
 //! Upstream: `client`. Guarantees: a redirection updates the map at once; a refresh skips nodes that do not answer, asks
-//! replicas too, and uses a connection of its own, so that a slow answer affects no other call; the connection of a
-//! redirection is kept.
+//! replicas too, and uses a connection of its own, so that a slow answer affects no other call; while no node answers, all
+//! callers share one refresh after a delay, and its error; the connection of a redirection is kept.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -15,6 +15,7 @@ use super::connection::{ConnectError, ConnectionSettings};
 use super::error::ReplyError;
 use super::keys::SLOTS;
 use super::node::{Node, NodeAddress};
+use super::reconnect::ReconnectPacer;
 use super::reply::{Cursor, RespReplies, RespValue};
 use super::url::Address;
 use crate::error::StreamError;
@@ -36,6 +37,8 @@ pub(super) struct ClusterNodes {
     /// Nodes of redirections that are not in the map: a slot is being moved to a node that had none.
     others: Mutex<Vec<Arc<Node>>>,
     refreshed: tokio::sync::Mutex<TopologySource>,
+    /// Paces the refreshes after one that no node answered.
+    pacer: ReconnectPacer,
     /// The primaries again, with connections for queries with a short deadline.
     queried: Mutex<Vec<Arc<Node>>>,
 }
@@ -75,6 +78,7 @@ impl ClusterNodes {
             map: Mutex::new(Arc::new(map)),
             others: Mutex::default(),
             refreshed: tokio::sync::Mutex::default(),
+            pacer: ReconnectPacer::default(),
             queried: Mutex::default(),
         }
     }
@@ -144,18 +148,40 @@ impl ClusterNodes {
         Arc::new(Node::new(NodeAddress::Fixed(address.clone()), self.settings.clone()))
     }
 
-    /// Refreshes the slot map from the first node that answers; `suspect` is asked last.
+    /// Refreshes the slot map from the first node that answers; `suspect` is asked last. Fails if none answers before the
+    /// deadline, also if that was found by another caller meanwhile.
     pub(super) async fn refresh(
         &self,
         suspect: Option<&Address>,
         deadline: Instant,
     ) -> Result<(), ConnectError> {
-        let Ok(mut refreshed) = timeout_at(deadline, self.refreshed.lock()).await else {
-            return Ok(());
+        let failures = self.pacer.failures();
+        let late = || ConnectError::NotReady {
+            address: self.seeds[0].clone(),
+            problem: "no node of the cluster answered within the deadline".to_owned(),
         };
-        if refreshed.at.is_some_and(|at| at.elapsed() < FRESH) {
-            return Ok(());
+        if deadline <= Instant::now() {
+            return Err(late());
         }
+        let refreshing = async {
+            let mut refreshed = self.refreshed.lock().await;
+            if refreshed.at.is_some_and(|at| at.elapsed() < FRESH) {
+                return Ok(());
+            }
+            if let Some(error) = self.pacer.error_since(failures) {
+                return Err(error);
+            }
+            self.pacer.run(deadline, self.refresh_now(&mut refreshed, suspect)).await
+        };
+        // An attempt that its caller has no time for says nothing about the nodes, so it is dropped and not recorded.
+        timeout_at(deadline, refreshing).await.unwrap_or_else(|_| Err(late()))
+    }
+
+    async fn refresh_now(
+        &self,
+        refreshed: &mut TopologySource,
+        suspect: Option<&Address>,
+    ) -> Result<(), ConnectError> {
         let mut nodes: Vec<Arc<Node>> = refreshed.node.take().into_iter().collect();
         let (primaries, replicas) = (self.primaries(), self.lock().replicas.clone());
         let primaries = primaries.iter().filter_map(|node| node.address());
@@ -167,8 +193,7 @@ impl ClusterNodes {
         nodes.sort_by_key(|node| node.address() == suspect);
         let mut last = None;
         for node in nodes {
-            match self.refresh_from(&node, deadline.min(Instant::now() + NODE_QUERY_TIMEOUT)).await
-            {
+            match self.refresh_from(&node, Instant::now() + NODE_QUERY_TIMEOUT).await {
                 Ok(()) => {
                     *refreshed = TopologySource { at: Some(Instant::now()), node: Some(node) };
                     return Ok(());

@@ -1,7 +1,8 @@
 //! Wakes tasks that wait on a delay set when an entry with an earlier due time is scheduled.
 //!
 //! Upstream: `delays` waits here between two polls of a set. One pub/sub connection serves all waiting tasks of the process.
-//! Guarantees: when notifications may have been lost, because the connection broke or did not exist yet, all waiting tasks
+//! Guarantees: on a cluster, a server that does not answer delays the notifications of the others by a few seconds. When
+//! notifications may have been lost, because the connection broke or did not exist yet, all waiting tasks
 //! are woken and poll again. Notifications are best effort: a task also polls every [`DueNotifier::poll_interval`].
 
 use std::collections::HashMap;
@@ -10,11 +11,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use tokio::sync::Notify;
+use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::debug;
 
 use super::client::RedisClient;
-use super::pubsub::{PubSubConnection, unavailable};
+use super::connection::LivenessCheck;
+use super::node::Node;
+use super::pubsub::{self, PubSubConnection, unavailable};
 use crate::error::{Result, StreamError};
 use crate::name::DelayName;
 
@@ -28,6 +32,11 @@ const POLL_INTERVAL_MAX: Duration = Duration::from_secs(60);
 const POLL_INTERVAL_UNSUBSCRIBED: Duration = Duration::from_secs(1);
 /// Pause before a broken connection is replaced.
 const RETRY_AFTER: Duration = Duration::from_millis(100);
+/// How long one of several servers may take to accept a subscription before the next one is asked.
+const SUBSCRIBE_MAX: Duration = Duration::from_secs(1);
+/// One of several servers is left when it does not answer: the others do.
+const LIVENESS_OF_ONE: LivenessCheck =
+    LivenessCheck { silence_max: Duration::from_secs(1), ping_timeout: Duration::from_secs(2) };
 /// Pause before a denied subscription is tried again.
 const RETRY_DENIED_AFTER: Duration = Duration::from_secs(60);
 
@@ -118,12 +127,15 @@ async fn run_until_closed(client: Arc<RedisClient>, waiters: Arc<DueWaiters>) {
 }
 
 async fn run(client: &Arc<RedisClient>, waiters: &DueWaiters) {
+    // The server to subscribe on first: the one after the last whose subscription ended.
+    let mut first = 0;
     loop {
-        let pause = match subscribe(client).await {
+        let pause = match subscribe(client, &mut first).await {
             Ok(subscription) => {
                 waiters.set_subscribed(true);
                 subscription.run(|_, set| waiters.notify(set)).await;
                 waiters.set_subscribed(false);
+                first += 1;
                 RETRY_AFTER
             }
             Err(error) => {
@@ -136,11 +148,39 @@ async fn run(client: &Arc<RedisClient>, waiters: &DueWaiters) {
     }
 }
 
-/// Subscribes on one node: a cluster forwards messages to all nodes.
-async fn subscribe(client: &RedisClient) -> Result<PubSubConnection> {
-    let deadline = client.deadline();
-    let node = client.node_for_slot(0, deadline).await.map_err(unavailable)?;
-    let mut subscription = PubSubConnection::open(&node, client.call_deadline(), deadline).await?;
+/// Subscribes on one server, the `first`th primary or the next one that answers: a cluster forwards messages to all.
+async fn subscribe(client: &RedisClient, first: &mut usize) -> Result<PubSubConnection> {
+    if client.primaries().is_empty() {
+        client.node_for_slot(0, client.deadline()).await.map_err(unavailable)?;
+    }
+    let primaries = client.primaries();
+    let mut last = None;
+    for _ in 0..primaries.len() {
+        let node = &primaries[*first % primaries.len()];
+        match subscribe_on(client, node, primaries.len() > 1).await {
+            Err(error @ StreamError::Unavailable { .. }) => {
+                *first += 1;
+                last = Some(error);
+            }
+            subscribed => return subscribed,
+        }
+    }
+    Err(last.unwrap_or_else(|| StreamError::Unavailable {
+        problem: "no primary of the cluster is known".to_owned(),
+        source: None,
+    }))
+}
+
+async fn subscribe_on(
+    client: &RedisClient,
+    node: &Arc<Node>,
+    has_others: bool,
+) -> Result<PubSubConnection> {
+    let (deadline, liveness) = match has_others {
+        true => (Instant::now() + SUBSCRIBE_MAX, LIVENESS_OF_ONE),
+        false => (client.deadline(), pubsub::liveness(client.call_deadline())),
+    };
+    let mut subscription = PubSubConnection::open(node, liveness, deadline).await?;
     let added = subscription.subscribe(client.keys().due_channel(), deadline).await?;
     added.map_err(|problem| StreamError::Denied { problem })?;
     Ok(subscription)

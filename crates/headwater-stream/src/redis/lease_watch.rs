@@ -14,10 +14,11 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use super::client::RedisClient;
+use super::connection::LivenessCheck;
 use super::keys::Keyspace;
 use super::keyspace_notifications;
 use super::node::Node;
-use super::pubsub::{PubSubConnection, unavailable};
+use super::pubsub::{self, PubSubConnection, unavailable};
 use crate::error::{Result, StreamError};
 use crate::leases::{LeaseEvent, LeaseEventKind, LeaseWatch, WatchMode};
 
@@ -45,7 +46,7 @@ impl RedisLeaseWatch {
         let listener = LeaseEventListener {
             prefix: prefix.into(),
             keys: Arc::clone(client.keys()),
-            ping_timeout: client.call_deadline(),
+            liveness: pubsub::liveness(client.call_deadline()),
             configures_notifications: client.configures_notifications(),
             events,
         };
@@ -115,7 +116,7 @@ struct LeaseEventListener {
     /// What the names of the leases begin with.
     prefix: Arc<str>,
     keys: Arc<Keyspace>,
-    ping_timeout: Duration,
+    liveness: LivenessCheck,
     configures_notifications: bool,
     events: broadcast::Sender<LeaseEvent>,
 }
@@ -198,7 +199,7 @@ impl LeaseEventListener {
     ) -> Result<Result<(), String>> {
         let enabled =
             keyspace_notifications::enable(node, self.configures_notifications, deadline).await;
-        let mut subscription = PubSubConnection::open(node, self.ping_timeout, deadline).await?;
+        let mut subscription = PubSubConnection::open(node, self.liveness, deadline).await?;
         let mut expiry = Ok(());
         if releases {
             let added = subscription.subscribe(self.keys.released_channel(), deadline).await?;

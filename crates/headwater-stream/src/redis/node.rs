@@ -2,8 +2,9 @@
 //! replies and one for all others, and opens dedicated ones.
 //!
 //! Upstream: `client`. Downstream: `reconnect` paces the attempts, `sentinel` names the primary. Guarantees: a broken connection
-//! is replaced on the next call; only one task connects at a time. A connection whose credentials expire soon, or whose
-//! server is no longer the primary, is replaced before the next call; requests in flight on it complete.
+//! is replaced on the next call; only one task connects at a time. A connection whose server is no longer the primary is
+//! replaced before the next call. One whose credentials expire soon is replaced in the background: calls use it until the
+//! new one is open. Requests in flight on a replaced connection complete.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{info, warn};
 
 use super::client::RetryBackoff;
@@ -32,6 +34,24 @@ pub(super) enum NodeAddress {
     Sentinel(Arc<Sentinels>),
 }
 
+impl NodeAddress {
+    async fn open(
+        &self,
+        settings: &ConnectionSettings,
+        deadline: Instant,
+    ) -> Result<Connection, ConnectError> {
+        match self {
+            Self::Fixed(address) => Connection::open(address, settings, deadline).await,
+            Self::Sentinel(sentinels) => {
+                let address = sentinels.primary(settings, deadline).await?;
+                let mut connection = Connection::open(&address, settings, deadline).await?;
+                check_is_primary(&mut connection, deadline).await?;
+                Ok(connection)
+            }
+        }
+    }
+}
+
 /// One server.
 pub(super) struct Node {
     address: NodeAddress,
@@ -50,6 +70,8 @@ struct NodeConnection {
     task: Option<JoinHandle<()>>,
     /// When the credentials of the connection should be renewed.
     renew_at: Option<Instant>,
+    /// The last renewal. It ends before the next one is due.
+    renewal: Option<AbortOnDropHandle<()>>,
     /// The server of the last connection.
     primary: Option<Address>,
     /// The primary that Sentinel announced last, and how often it announced one.
@@ -156,6 +178,7 @@ impl Node {
         }
         let mut shared = self.lock();
         shared.connection = None;
+        shared.renewal = None;
         std::mem::take(&mut shared.retired).store(true, Ordering::Relaxed);
     }
 
@@ -182,6 +205,7 @@ impl Node {
         let task = {
             let mut shared = self.lock();
             shared.connection = None;
+            shared.renewal = None;
             shared.task.take()
         };
         if let Some(mut task) = task
@@ -194,16 +218,34 @@ impl Node {
         }
     }
 
-    /// The multiplexed connection, if it is open and need not be renewed.
-    fn open_connection(&self) -> Option<MultiplexedConnection> {
+    /// The multiplexed connection, if it is open. If its credentials should be renewed, that begins here.
+    fn open_connection(self: &Arc<Self>) -> Option<MultiplexedConnection> {
         let mut shared = self.lock();
-        if shared.renewal_is_due() {
-            return None;
-        }
-        if shared.connection.as_ref().is_some_and(|connection| !connection.is_open()) {
-            shared.connection = None;
+        shared.connection.take_if(|connection| !connection.is_open());
+        if shared.connection.is_some() && shared.renewal_is_due() {
+            let retry_at = Instant::now() + RENEWAL_RETRY;
+            shared.renew_at = Some(retry_at);
+            shared.renewal = Some(self.start_renewal(shared.announcements, retry_at));
         }
         shared.connection.clone()
+    }
+
+    /// Replaces the multiplexed connection by one with new credentials. Until then, and if that fails, calls use the old one:
+    /// they do not wait for a provider that does not answer. The task does not keep the node alive.
+    fn start_renewal(
+        self: &Arc<Self>,
+        announcements: u64,
+        deadline: Instant,
+    ) -> AbortOnDropHandle<()> {
+        let (address, settings) = (self.address.clone(), self.settings.clone());
+        let node = Arc::downgrade(self);
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            let opened = address.open(&settings, deadline).await;
+            let Some(node) = node.upgrade() else { return };
+            if let Err(error) = opened.and_then(|opened| node.share(opened, announcements)) {
+                warn!(%error, "the credentials of a Redis connection could not be renewed, retrying");
+            }
+        }))
     }
 
     /// Opens the multiplexed connection. The attempt continues if its caller is dropped; the next call uses it.
@@ -222,10 +264,7 @@ impl Node {
         let attempt = tokio::spawn(async move {
             let _guard = guard;
             let announcements = node.lock().announcements;
-            match node.open(deadline).await {
-                Ok(connection) => node.share(connection, announcements),
-                Err(error) => node.keep_unrenewed(error),
-            }
+            node.open(deadline).await.and_then(|connection| node.share(connection, announcements))
         });
         attempt.await.unwrap_or_else(|ended| Err(self.unreachable(io::Error::other(ended))))
     }
@@ -251,36 +290,8 @@ impl Node {
         Ok(connection)
     }
 
-    /// The old connection, if it still works: its credentials are renewed later.
-    fn keep_unrenewed(&self, error: ConnectError) -> Result<MultiplexedConnection, ConnectError> {
-        let mut shared = self.lock();
-        let old = shared.connection.clone().filter(MultiplexedConnection::is_open);
-        let Some(old) = old.filter(|_| shared.renewal_is_due()) else {
-            shared.renew_at = None;
-            shared.connection = None;
-            return Err(error);
-        };
-        warn!(%error, "the credentials of a Redis connection could not be renewed, retrying");
-        shared.renew_at = Some(Instant::now() + RENEWAL_RETRY);
-        Ok(old)
-    }
-
     async fn open(&self, deadline: Instant) -> Result<Connection, ConnectError> {
-        self.pacer.run(deadline, self.open_now(deadline)).await
-    }
-
-    async fn open_now(&self, deadline: Instant) -> Result<Connection, ConnectError> {
-        match &self.address {
-            NodeAddress::Fixed(address) => {
-                Connection::open(address, &self.settings, deadline).await
-            }
-            NodeAddress::Sentinel(sentinels) => {
-                let address = sentinels.primary(&self.settings, deadline).await?;
-                let mut connection = Connection::open(&address, &self.settings, deadline).await?;
-                check_is_primary(&mut connection, deadline).await?;
-                Ok(connection)
-            }
-        }
+        self.pacer.run(deadline, self.address.open(&self.settings, deadline)).await
     }
 
     fn unreachable(&self, error: io::Error) -> ConnectError {

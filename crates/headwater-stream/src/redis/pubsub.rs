@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tracing::debug;
 
 use super::command::Commands;
-use super::connection::{ConnectError, Connection};
+use super::connection::{ConnectError, Connection, LivenessCheck};
 use super::error::ReplyError;
 use super::node::Node;
 use super::reply::{RespReplies, RespValue};
@@ -21,22 +21,26 @@ const PING_EVERY: Duration = Duration::from_secs(5);
 
 pub(super) struct PubSubConnection {
     connection: Connection,
-    /// How long the server may take to reply to a ping.
-    ping_timeout: Duration,
+    liveness: LivenessCheck,
+}
+
+/// When a subscription is checked whose server has so long to reply.
+pub(super) fn liveness(ping_timeout: Duration) -> LivenessCheck {
+    LivenessCheck { silence_max: PING_EVERY, ping_timeout }
 }
 
 impl PubSubConnection {
     pub(super) async fn open(
         node: &Arc<Node>,
-        ping_timeout: Duration,
+        liveness: LivenessCheck,
         deadline: Instant,
     ) -> Result<Self> {
         let connection = node.open_dedicated(deadline).await.map_err(unavailable)?;
-        Ok(Self::new(connection, ping_timeout))
+        Ok(Self::new(connection, liveness))
     }
 
-    pub(super) fn new(connection: Connection, ping_timeout: Duration) -> Self {
-        Self { connection, ping_timeout }
+    pub(super) fn new(connection: Connection, liveness: LivenessCheck) -> Self {
+        Self { connection, liveness }
     }
 
     /// Subscribes to a channel. The inner error is the server's reason for denying it.
@@ -63,7 +67,8 @@ impl PubSubConnection {
         self.connection.start(&[], 1);
         // Credentials cannot be renewed on a connection with subscriptions.
         while !self.connection.should_replace() {
-            let limit = if pinged { self.ping_timeout } else { PING_EVERY };
+            let LivenessCheck { silence_max, ping_timeout } = self.liveness;
+            let limit = if pinged { ping_timeout } else { silence_max };
             match timeout(limit, self.connection.finish()).await {
                 Ok(Ok(replies)) => {
                     pinged = false;

@@ -67,6 +67,18 @@ impl ReconnectPacer {
         result
     }
 
+    /// The number of failures so far.
+    pub(super) fn failures(&self) -> u64 {
+        self.lock().failures
+    }
+
+    /// The last error, if there were more failures than these and no success after them.
+    pub(super) fn error_since(&self, failures: u64) -> Option<ConnectError> {
+        let state = self.lock();
+        let last = state.last.as_ref().filter(|_| state.failures > failures);
+        last.map(|last| last.error.duplicate())
+    }
+
     /// Records the result of an attempt that started after so many failures.
     fn record(&self, failures: u64, error: Option<&ConnectError>) {
         let mut state = self.lock();

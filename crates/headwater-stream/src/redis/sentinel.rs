@@ -15,7 +15,7 @@ use tracing::debug;
 use super::command::Commands;
 use super::connection::{ConnectError, Connection, ConnectionSettings};
 use super::node::Node;
-use super::pubsub::PubSubConnection;
+use super::pubsub::{self, PubSubConnection};
 use super::reconnect::BACKOFF;
 use super::reply::{Cursor, RespReplies};
 use super::url::{Address, Login};
@@ -162,9 +162,9 @@ impl Sentinels {
         settings: &ConnectionSettings,
         deadline: Instant,
     ) -> Result<PubSubConnection, String> {
-        let timeout = settings.liveness.ping_timeout;
+        let liveness = pubsub::liveness(settings.liveness.ping_timeout);
         let answer = self.ask(settings, deadline).await.map_err(|error| error.to_string())?;
-        let mut subscription = PubSubConnection::new(answer.connection, timeout);
+        let mut subscription = PubSubConnection::new(answer.connection, liveness);
         subscription
             .subscribe(SWITCH_CHANNEL, deadline)
             .await
