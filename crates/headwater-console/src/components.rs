@@ -20,6 +20,9 @@ const BLOCK_CHARS_MAX: usize = 20_000;
 /// Maximum characters of a text in a table.
 const EXCERPT_CHARS_MAX: usize = 120;
 
+/// Steps of durations in banners of open pages: each other text is sent to the browser and read out.
+const LIVE_STEP_SECONDS: u64 = 10;
+
 /// A part that is kept up to date while the page is open. Names are unique in a page.
 pub(crate) fn live(name: &str, content: &Markup) -> Markup {
     html! {
@@ -167,29 +170,26 @@ pub(crate) fn problem_with_last(
     screen: &Screen,
     age: Duration,
 ) -> Markup {
-    unread(what, problem, screen, Some(as_of(age)))
+    let step = if screen.is_live { LIVE_STEP_SECONDS } else { 1 };
+    unread(what, problem, screen, Some(as_of_step(age, step)))
 }
 
 fn unread(what: &str, problem: &Problem, screen: &Screen, last: Option<String>) -> Markup {
     let tone = if problem.is_unavailable() { Tone::Warning } else { Tone::Bad };
-    tracing::warn!(
-        request_id = screen.request_id,
-        code = problem.code,
-        error = problem.message,
-        what,
-        "a part of a console page could not be read"
-    );
+    screen.log_failed(what, problem);
+    let step = if screen.is_live { LIVE_STEP_SECONDS } else { 1 };
+    let lasting = problem.lasting.map_or(0, |lasting| lasting.as_secs() / step * step);
     let content = html! {
         p {
             strong { (what) " cannot be shown" @if last.is_some() { " as it is now" } "." } " " (problem.message) ". "
             @if let Some(as_of) = &last { "It is shown " (as_of) ". " }
-            @if let Some(lasting) = problem.lasting.filter(|lasting| lasting.as_secs() > 0) {
-                "This has lasted for " (text::duration(lasting.as_secs() * 1000)) ". "
-            }
+            @if lasting > 0 { "This has lasted for " (text::duration(lasting * 1000)) ". " }
             @if problem.is_unavailable() && last.is_none() { "The rest of this page is up to date. " }
         }
         p.quiet {
-            "Code " code { (problem.code) } ", request " code { (screen.request_id) } ". "
+            "Code " code { (problem.code) }
+            @if !screen.is_live { ", request " code { (screen.request_id) } }
+            ". "
             a href=(screen.address()) { "Try again" } " · " a href="/console/doctor" { "Open Doctor" }
         }
     };
@@ -198,7 +198,13 @@ fn unread(what: &str, problem: &Problem, screen: &Screen, last: Option<String>) 
 
 /// How old something is that is shown although it may have changed.
 pub(crate) fn as_of(age: Duration) -> String {
-    format!("as of {} ago", text::duration(age.as_secs().max(1) * 1000))
+    as_of_step(age, 1)
+}
+
+/// The same in steps of so many seconds.
+fn as_of_step(age: Duration, step: u64) -> String {
+    let seconds = (age.as_secs() / step * step).max(step);
+    format!("as of {} ago", text::duration(seconds * 1000))
 }
 
 /// A part of a page. If it cannot be read, a banner says so, and the last answer is shown below it with its age.

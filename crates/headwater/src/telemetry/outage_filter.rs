@@ -21,7 +21,10 @@ const OUTAGE: [&str; 4] = [
 /// The part that reports the state itself.
 const MONITOR: &str = "headwater::server::stream_monitor";
 
-/// Drops warnings about an unavailable stream backend, except those of [`MONITOR`].
+/// The console, whose pages name the request id that is to be found in the log. It does not repeat itself.
+const CONSOLE: &str = "headwater_console::";
+
+/// Drops warnings about an unavailable stream backend, except those of [`MONITOR`] and [`CONSOLE`].
 pub(super) struct OutageFilter;
 
 impl<S> Filter<S> for OutageFilter {
@@ -30,7 +33,11 @@ impl<S> Filter<S> for OutageFilter {
     }
 
     fn event_enabled(&self, event: &Event<'_>, _: &Context<'_, S>) -> bool {
-        if *event.metadata().level() != Level::WARN || event.metadata().target() == MONITOR {
+        let target = event.metadata().target();
+        if *event.metadata().level() != Level::WARN
+            || target == MONITOR
+            || target.starts_with(CONSOLE)
+        {
             return true;
         }
         let mut text = FieldText::default();
