@@ -41,6 +41,15 @@ pub(crate) fn time(at: &Value) -> Markup {
     }
 }
 
+/// The same with the time in UTC as text, where the exact time matters: not every reader has a pointer.
+pub(crate) fn time_with_utc(at: &Value) -> Markup {
+    let utc = at.as_str().and_then(|at| text::relative_time(at, OffsetDateTime::now_utc()));
+    html! {
+        (time(at))
+        @if let Some((_, utc)) = utc { " " span.utc { (utc) } }
+    }
+}
+
 /// Text of a user in a line.
 pub(crate) fn excerpt(text: &str) -> Markup {
     let (shown, is_cut) = cut(text, EXCERPT_CHARS_MAX);
@@ -49,7 +58,7 @@ pub(crate) fn excerpt(text: &str) -> Markup {
 
 /// An id or name, in fixed-width letters.
 pub(crate) fn id(text: &str) -> Markup {
-    html! { code { bdi { (visible(cut(text, EXCERPT_CHARS_MAX).0)) } } }
+    html! { code { (excerpt(text)) } }
 }
 
 /// Text of a user as a block.
@@ -392,14 +401,29 @@ pub(crate) fn search_pager(
     }
 }
 
-/// Links that set one parameter of the filter; the current one is marked.
-pub(crate) fn choices(screen: &Screen, name: &str, values: &[(&str, &str)]) -> Markup {
+/// Links that set one parameter of the filter; the current one is marked. `keep` names the parameters of the filter that stay.
+pub(crate) fn choices(
+    screen: &Screen,
+    name: &str,
+    values: &[(&str, &str)],
+    keep: &[&str],
+) -> Markup {
     let (path, current) = (screen.uri.path(), screen.query.get(name));
+    let keep: Vec<&str> = keep.iter().copied().filter(|kept| *kept != name).collect();
+    let kept = screen.query.query_of(&keep);
+    let address = |value: &str| {
+        let chosen = (!value.is_empty()).then(|| format!("{name}={value}"));
+        let query = chosen.into_iter().chain(Some(kept.clone()).filter(|kept| !kept.is_empty()));
+        match &*query.collect::<Vec<_>>().join("&") {
+            "" => path.to_owned(),
+            query => format!("{path}?{query}"),
+        }
+    };
     html! {
         ul.choices {
             @for (value, label) in values {
                 li {
-                    @let address = if value.is_empty() { path.to_owned() } else { format!("{path}?{name}={value}") };
+                    @let address = address(value);
                     a href=(address) aria-current=[(*value == current).then_some("true")] { (label) }
                 }
             }
@@ -454,6 +478,8 @@ pub(crate) fn action(
 
 #[cfg(test)]
 mod tests {
+    use axum::Router;
+    use axum::http::StatusCode;
     use serde_json::json;
 
     use super::*;
@@ -465,6 +491,57 @@ mod tests {
         assert_eq!(shown, "<bdi>&lt;script&gt;alert(1)&lt;/script&gt;\u{202e}\u{2400}</bdi>");
         let long = block(&"x".repeat(1_000_000)).into_string();
         assert!(long.len() < 2 * BLOCK_CHARS_MAX && long.contains("976.6 KiB"), "{}", long.len());
+    }
+
+    #[test]
+    fn an_exact_time_is_text() {
+        let shown = time_with_utc(&json!("2026-11-17T19:57:00.25Z")).into_string();
+        assert!(shown.ends_with("<span class=\"utc\">2026-11-17 19:57:00 UTC</span>"), "{shown}");
+        assert_eq!(time_with_utc(&Value::Null).into_string(), time(&Value::Null).into_string());
+    }
+
+    #[test]
+    fn an_id_that_is_cut_says_so() {
+        let shown = id(&"x".repeat(121)).into_string();
+        assert_eq!(shown, format!("<code><bdi>{}…</bdi></code>", "x".repeat(120)));
+        assert_eq!(id("1-0").into_string(), "<code><bdi>1-0</bdi></code>");
+    }
+
+    #[test]
+    fn a_choice_keeps_the_rest_of_the_filter() {
+        let address = "/console/issues?quarantined=true&integration=code&status=failed&cursor=7";
+        let screen = Screen::for_test(Router::new(), address);
+        let keep = ["integration", "error"];
+        let shown = choices(&screen, "status", &[("", "All"), ("queued", "Queued")], &keep);
+        let shown = shown.into_string();
+        for link in [
+            "href=\"/console/issues?integration=code\">All<",
+            "href=\"/console/issues?status=queued&amp;integration=code\">Queued<",
+        ] {
+            assert!(shown.contains(link), "{link}: {shown}");
+        }
+        let screen = Screen::for_test(Router::new(), "/console/issues");
+        let shown = choices(&screen, "status", &[("", "All")], &keep).into_string();
+        assert!(shown.contains("href=\"/console/issues\""), "{shown}");
+    }
+
+    #[test]
+    fn a_banner_of_an_open_page_is_the_same_until_something_changes() {
+        let shown = |is_live: bool, request_id: &str, seconds: u64| {
+            let mut screen = Screen::for_test(Router::new(), "/console/topics");
+            (screen.is_live, screen.request_id) = (is_live, request_id.to_owned());
+            let status = StatusCode::SERVICE_UNAVAILABLE;
+            let mut failed = Problem::new(status, "unavailable", "no answer");
+            failed.lasting = Some(Duration::from_secs(seconds));
+            problem("The topics", &failed, &screen).into_string()
+                + &problem_with_last("The moves", &failed, &screen, Duration::from_secs(seconds))
+                    .into_string()
+        };
+        assert_eq!(shown(true, "r-1", 11), shown(true, "r-2", 19));
+        assert!(shown(true, "r-1", 21).contains("This has lasted for 20 s. "));
+        assert!(!shown(true, "r-1", 9).contains("This has lasted"));
+        let page = shown(false, "r-1", 11);
+        assert!(page.contains("This has lasted for 11 s. ") && page.contains("r-1"), "{page}");
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
         },
     };
     let content = html! {
-        div.filters { (choices(&screen, "status", &STATUSES)) }
+        div.filters { (choices(&screen, "status", &STATUSES, &[])) }
         (rows)
     };
     // The command accepts no others.

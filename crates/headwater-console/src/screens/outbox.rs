@@ -28,6 +28,9 @@ const STATES: [(&str, &str); 6] = [
     ("any", "All"),
 ];
 
+/// The parameters of the filter.
+const KEPT: [&str; 3] = ["status", "issue", "newest_first"];
+
 pub(crate) async fn list(screen: Screen) -> Response {
     let (status, issue) = (screen.query.get("status"), screen.query.get("issue"));
     if !status.is_empty() || !issue.is_empty() {
@@ -56,7 +59,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
                 ("Dead", html! { (numbers["dead"].as_u64().map_or("–".to_owned(), number)) }),
             ]))
         }
-        (choices(&screen, "status", &STATES))
+        (choices(&screen, "status", &STATES, &KEPT))
         h2 { "Dead replies and events" }
         (rows)
     };
@@ -76,8 +79,7 @@ async fn of_any_state(screen: Screen) -> Response {
         names.push("status");
     }
     let filter = screen.query.query_of(&names);
-    let keep = ["status", "issue", "newest_first"];
-    let order = ListOrder::of(&screen, "Row", ("newest_first", true), &keep);
+    let order = ListOrder::of(&screen, "Row", ("newest_first", true), &KEPT);
     let is_first = screen.query.get("cursor").is_empty();
     let path = format!("/outbox?limit={ROWS}&count={is_first}&{filter}");
     let content = match screen.api.get(&path).await {
@@ -90,7 +92,7 @@ async fn of_any_state(screen: Screen) -> Response {
                 @for row in items(&page, "rows") { (state_row(row)) }
             }))
             (matching(&page, "row matches", "rows match"))
-            (pager(&screen, &keep, &page["next_cursor"]))
+            (pager(&screen, &KEPT, &page["next_cursor"]))
         },
     };
     let mut command = "headwater outbox list".to_owned();
@@ -106,8 +108,12 @@ async fn of_any_state(screen: Screen) -> Response {
     let issue = screen.query.get("issue");
     let retry =
         ("/console/do/outbox/retry", "Retry all dead ones of this issue…", ButtonStyle::Plain);
+    let mut states = STATES;
+    if !issue.is_empty() {
+        (states[0].0, states[5].0) = ("dead", "");
+    }
     let content = html! {
-        (choices(&screen, "status", &STATES))
+        (choices(&screen, "status", &states, &KEPT))
         @if !issue.is_empty() && matches!(status, "" | "any" | "dead") {
             (action(&screen.user, ConsoleRole::Write, retry, &[("issue", issue)]))
         }

@@ -59,7 +59,7 @@ pub(crate) async fn show(screen: Screen) -> Response {
         content: html! {
             (live("overview", &content))
             h2 { "The last " (name) }
-            (choices(&screen, "range", &[("15m", "15 minutes"), ("", "1 hour"), ("6h", "6 hours"), ("48h", "48 hours")]))
+            (choices(&screen, "range", &[("15m", "15 minutes"), ("", "1 hour"), ("6h", "6 hours"), ("48h", "48 hours")], &[]))
             // A part of its own: it changes less often.
             (live("charts", &history::charts(&screen, &history, charts)))
         },

@@ -9,7 +9,7 @@ use uuid::Uuid;
 use crate::api_client::Part;
 use crate::components::{
     ButtonStyle, ListOrder, Tone, action, badge, button, choices, empty, excerpt, facts, id, live,
-    matching, pager, problem, search_pager, table_with_order, time,
+    matching, pager, problem, search_pager, table_with_order, time, time_with_utc,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
@@ -77,7 +77,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
     }
     let content = html! {
         div.filters {
-            (choices(&screen, "status", &[("", "All"), ("open", "Open"), ("closed", "Closed"), (QUEUE, "Handed over")]))
+            (choices(&screen, "status", &[("", "All"), ("open", "Open"), ("closed", "Closed"), (QUEUE, "Handed over")], &FILTER))
             form.inline action="/console/tickets" {
                 @for name in ["status", "oldest_first"] {
                     @if !screen.query.get(name).is_empty() { input type="hidden" name=(name) value=(screen.query.get(name)); }
@@ -204,7 +204,7 @@ fn message_item(message: &Value) -> Markup {
         li data-key=(field(message, "message_id")) class={ "from-" (if author == "user" { "user" } else { "desk" }) } {
             p.quiet {
                 strong { (match author { "user" => "User", "agent" => "Agent", "assistant" => "Assistant", other => other }) }
-                " · " (time(&message["created_at"]))
+                " · " (time_with_utc(&message["created_at"]))
             }
             (message_text(field(message, "content")))
         }
@@ -244,8 +244,8 @@ fn state(screen: &Screen, ticket: &Value, why: &Part) -> Markup {
         (facts(&[
             ("Status", status(ticket)),
             ("User", excerpt(&plain(&ticket["user_id"]))),
-            ("Opened", time(&ticket["created_at"])),
-            ("Updated", time(&ticket["updated_at"])),
+            ("Opened", time_with_utc(&ticket["created_at"])),
+            ("Updated", time_with_utc(&ticket["updated_at"])),
             ("Issue", html! { a href={ "/console/issues/" (issue) } { (id(&issue)) } }),
             ("Ticket", id(field(ticket, "ticket_id"))),
             ("Model", excerpt(&usage(&ticket["usage"]))),
@@ -289,7 +289,7 @@ fn hand_over(screen: &Screen, ticket: &Value, base: &str) -> Markup {
     html! {
         h2 { "Hand-over" }
         (facts(&[
-            ("Since", time(&ticket["handed_over_at"])),
+            ("Since", time_with_utc(&ticket["handed_over_at"])),
             ("Reason", or("hand_over_reason", "unknown")),
             ("Assignee", or("assignee", "nobody")),
         ]))
