@@ -38,7 +38,9 @@ pub(crate) async fn list(screen: Screen) -> Response {
     }
     let cursor = screen.query.query_of(&["cursor"]);
     let path = format!("/outbox/dead?limit={OUTBOX_ROWS}&{cursor}");
-    let (rows, overview) = tokio::join!(screen.api.get(&path), screen.api.get("/overview"));
+    // Numbers of the database: Redis, which may be slow, has no part in them.
+    let (rows, overview) =
+        tokio::join!(screen.api.get(&path), screen.api.get("/overview?topics=false"));
     let numbers = overview.ok().map(|overview| overview["outbox"].clone()).filter(Value::is_object);
     let rows = match &rows {
         Err(error) => problem("The dead replies", error, &screen),
