@@ -124,22 +124,22 @@ fn or_untitled(title: &str) -> &str {
 }
 
 pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Response {
-    let path = format!("/tickets/{}?provisional=true", encoded(&ticket_id));
+    let path = format!("/tickets/{}?provisional=true&newest=true", encoded(&ticket_id));
     let ticket = match screen.api.get(&path).await {
         Ok(ticket) => ticket,
         Err(error) => return screen.failed("Ticket", &error),
     };
     let issue = plain(&ticket["issue_id"]);
     let why_path = format!("/tickets/{}/why", encoded(&ticket_id));
-    let (why, runs, further) = tokio::join!(
+    let (why, runs, earlier) = tokio::join!(
         screen.api.get(&why_path),
         RunsPart::read(&screen, &issue, ""),
-        further_messages(&screen, &ticket_id)
+        earlier_messages(&screen, &ticket_id)
     );
     let content = html! {
         div.columns {
             section.wide aria-label="Conversation" {
-                (live("conversation", &conversation(&screen, &ticket, further.as_ref())))
+                (live("conversation", &conversation(&screen, &ticket, earlier.as_ref())))
                 (reply_form(&screen, &ticket))
                 h2 { "How each answer came about" }
                 (live("runs", &runs.list(&screen)))
@@ -161,33 +161,33 @@ pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Respo
     })
 }
 
-/// The messages that follow a position of a long conversation; `None` for its beginning, which is part of the ticket.
-async fn further_messages(screen: &Screen, ticket_id: &str) -> Option<Part> {
-    let cursor = screen.query.get("messages");
+/// The messages before a position of a long conversation; `None` for its end, which is part of the ticket.
+async fn earlier_messages(screen: &Screen, ticket_id: &str) -> Option<Part> {
+    let before = screen.query.get("before");
     let path = format!(
-        "/tickets/{}/messages?limit={MESSAGES}&cursor={}",
+        "/tickets/{}/messages?limit={MESSAGES}&before={}",
         encoded(ticket_id),
-        encoded(cursor)
+        encoded(before)
     );
-    if cursor.is_empty() { None } else { Some(screen.api.get(&path).await) }
+    if before.is_empty() { None } else { Some(screen.api.get(&path).await) }
 }
 
-fn conversation(screen: &Screen, ticket: &Value, further: Option<&Part>) -> Markup {
-    let page = match further {
+fn conversation(screen: &Screen, ticket: &Value, earlier: Option<&Part>) -> Markup {
+    let page = match earlier {
         None => ticket,
         Some(Ok(page)) => page,
         Some(Err(error)) => return problem("The messages", error, screen),
     };
-    let (path, next) = (screen.uri.path(), &page["next_cursor"]);
+    let (path, previous) = (screen.uri.path(), &page["previous_cursor"]);
     html! {
+        @if earlier.is_some() || !previous.is_null() {
+            nav.pager aria-label="Messages" {
+                @if !previous.is_null() { a href={ (path) "?before=" (encoded(&plain(previous))) } { "Earlier messages" } }
+                @if earlier.is_some() { a href=(path) { "Newest messages" } }
+            }
+        }
         ol.conversation {
             @for message in items(page, "messages") { (message_item(message)) }
-        }
-        @if further.is_some() || !next.is_null() {
-            nav.pager aria-label="Messages" {
-                @if further.is_some() { a href=(path) { "First messages" } }
-                @if !next.is_null() { a href={ (path) "?messages=" (encoded(&plain(next))) } { "Further messages" } }
-            }
         }
         @if let Some(provisional) = ticket["provisional"].as_str() {
             section aria-label="Provisional answer" {
