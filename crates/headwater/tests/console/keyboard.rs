@@ -76,6 +76,9 @@ async fn items_and_preferences(reader: &Reader, data: &ConsoleData) -> Result<()
         reader.driver().press("/").await?;
         let focused = reader.driver().execute("return document.activeElement.id").await?;
         ensure!(focused != "search", "single keys are off");
+        let is_hidden = "return !document.getElementById('pause').checkVisibility()";
+        let is_hidden = reader.driver().execute(is_hidden).await? == true;
+        ensure!(is_hidden == (path == "/console/help"), "{path}: only a live page is paused");
     }
     reader.driver().execute("localStorage.clear()").await?;
 
