@@ -9,6 +9,9 @@ const READING_PX = 200;
 
 const state = document.getElementById("live-state");
 const offer = document.getElementById("new-rows");
+const pauseButton = document.getElementById("pause");
+/** Buttons of forms that were sent. */
+const sent = new Set();
 const say = (text) => {
   if (state && state.textContent !== text) state.textContent = text;
 };
@@ -27,6 +30,7 @@ let source = null;
 let paused = false;
 let timer = 0;
 let failures = 0;
+let isLoggedOut = false;
 /** How the page is kept up to date. */
 let mode = "Live";
 
@@ -99,6 +103,11 @@ const apply = (changes, isWanted = false) => {
 const poll = async () => {
   try {
     const response = await fetch(location.href, { headers: { accept: "text/html" } });
+    // The login has ended. To try again would be in vain, and what is typed here stays.
+    if (response.redirected && new URL(response.url).pathname === "/console/login") {
+      isLoggedOut = true;
+      return say("Logged out: reload to log in");
+    }
     const page = new DOMParser().parseFromString(await response.text(), "text/html");
     const current = [...page.querySelectorAll("[data-live]")];
     // An error, the login or another page: what is shown is not known to be current.
@@ -119,7 +128,7 @@ const disconnect = () => {
 
 const connect = () => {
   disconnect();
-  if (paused || document.hidden || parts().length === 0) return;
+  if (paused || isLoggedOut || document.hidden || parts().length === 0) return;
   source = new EventSource(`/console/live?of=${encodeURIComponent(location.pathname + location.search)}`);
   source.addEventListener("parts", (event) => {
     failures = 0;
@@ -146,16 +155,27 @@ document.addEventListener("visibilitychange", () => {
 });
 document.addEventListener("selectionchange", () => { if (postponed.size > 0) apply([]); });
 addEventListener("pagehide", disconnect);
-addEventListener("pageshow", (event) => event.persisted && connect());
+addEventListener("pageshow", (event) => {
+  if (!event.persisted) return;
+  connect();
+  for (const button of sent) button.disabled = false;
+  sent.clear();
+});
 addEventListener("scroll", () => {
   if (waiting.size > 0 && scrollY === 0 && !paused && !isSelecting() && !document.querySelector("[data-extended]")) showWaiting();
 }, { passive: true });
 if (state) connect();
+if (pauseButton && parts().length > 0) pauseButton.hidden = false;
 growRows();
 
 // Keys.
 
-const rows = () => [...document.querySelectorAll("main tbody tr")].filter((row) => row.querySelector("a"));
+/** Rows and items, each with what gets the focus. */
+const rows = () => {
+  const all = [...document.querySelectorAll("main :is(tbody tr, details.item > summary, section.item, .line)")];
+  return all.filter((row) => (row.checkVisibility?.() ?? true) && focusOf(row));
+};
+const focusOf = (row) => (row.matches("summary") ? row : row.querySelector("a, summary, button"));
 const move = (step) => {
   const all = rows();
   const at = all.findIndex((row) => row.hasAttribute("data-active"));
@@ -163,12 +183,18 @@ const move = (step) => {
   if (!next) return;
   if (at >= 0) all[at].removeAttribute("data-active");
   next.setAttribute("data-active", "");
-  next.querySelector("a").focus();
+  focusOf(next).focus();
 };
 const pause = () => {
+  if (isLoggedOut) return;
   paused = !paused;
+  if (pauseButton) {
+    pauseButton.textContent = paused ? "Resume" : "Pause";
+    pauseButton.setAttribute("aria-label", `${pauseButton.textContent} updates`);
+  }
   if (paused) { disconnect(); say("Paused"); } else connect();
 };
+pauseButton?.addEventListener("click", pause);
 const copy = async () => {
   const command = document.getElementById("command");
   if (!command || !navigator.clipboard) return;
@@ -236,7 +262,10 @@ document.addEventListener("change", (event) => {
   for (const box of event.target.closest("table").querySelectorAll("tbody input[type=checkbox]")) box.checked = event.target.checked;
 });
 
-// A form that was sent cannot be sent again by a second click.
+// A form that was sent cannot be sent again by a second click, until the reader comes back to the page.
 document.addEventListener("submit", (event) => {
-  for (const button of event.target.querySelectorAll("button")) setTimeout(() => { button.disabled = true; }, 0);
+  for (const button of event.target.querySelectorAll("button:enabled")) {
+    sent.add(button);
+    setTimeout(() => { button.disabled = true; }, 0);
+  }
 });

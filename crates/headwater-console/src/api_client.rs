@@ -21,10 +21,16 @@ use tokio::time::{Instant, timeout};
 use tower::ServiceExt;
 
 use crate::last_answers::{AnswerKey, LAST_BYTES_MAX, LastAnswer, LastAnswers};
-use crate::user::ConsoleUser;
+use crate::user::{ConsoleUser, NotBegun};
 
 /// Maximum number of kept answers.
 const KEPT_MAX: usize = 256;
+
+/// Maximum bytes of a kept answer: equal reads at the same time share a larger one, too, but not those after it.
+const KEPT_BYTES_MAX: usize = 1024 * 1024;
+
+/// A read that has not failed for so long fails anew.
+const FAILING_GAP: Duration = Duration::from_secs(30);
 
 /// Maximum bytes of an answer.
 const ANSWER_BYTES_MAX: usize = 64 * 1024 * 1024;
@@ -57,13 +63,25 @@ impl ConsoleSeconds {
 /// The answer to a read, shared by all who asked within a second.
 pub(crate) type Part = Result<Arc<Value>, Problem>;
 
+/// What a failed call has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FailedEffect {
+    /// Nothing: it was refused, or it only reads.
+    Nothing,
+    /// A part of what it should.
+    Part,
+    /// Not known: the change may have been made although no answer says so.
+    Unknown,
+}
+
 /// Why a call of the API failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Problem {
+    pub(crate) effect: FailedEffect,
     pub(crate) status: StatusCode,
     pub(crate) code: String,
     pub(crate) message: String,
-    /// Since when the same read has failed, if it failed before.
+    /// For how long the same read has failed, if it failed before and the reason is not in the request.
     pub(crate) lasting: Option<Duration>,
     /// The last answer to the same read, if a dependency does not answer.
     pub(crate) last: Option<LastAnswer>,
@@ -71,7 +89,24 @@ pub(crate) struct Problem {
 
 impl Problem {
     pub(crate) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
-        Self { status, code: code.to_owned(), message: message.into(), lasting: None, last: None }
+        let (code, message, effect) = (code.to_owned(), message.into(), FailedEffect::Nothing);
+        Self { effect, status, code, message, lasting: None, last: None }
+    }
+
+    /// Of a change that may have been made.
+    fn of_unknown_effect(self) -> Self {
+        Self { effect: FailedEffect::Unknown, ..self }
+    }
+
+    /// After so many were changed by the same action, before it failed. `changed` is a participle.
+    pub(crate) fn after(mut self, count: u64, changed: &str) -> Self {
+        if count > 0 {
+            self.message = format!("{}; {count} were {changed} before", self.message);
+            if self.effect == FailedEffect::Nothing {
+                self.effect = FailedEffect::Part;
+            }
+        }
+        self
     }
 
     /// A dependency did not answer; the same call may succeed later.
@@ -113,8 +148,8 @@ pub(crate) struct ConsoleState {
     api: Router,
     seconds: ConsoleSeconds,
     kept: Mutex<KeptAnswers>,
-    /// Since when reads of these paths have failed because a dependency did not answer.
-    failing: Mutex<HashMap<String, Instant>>,
+    /// Since when reads of these paths have failed because of this process or a dependency, and when they failed last.
+    failing: Mutex<HashMap<String, (Instant, Instant)>>,
     last: LastAnswers,
 }
 
@@ -128,12 +163,17 @@ impl ConsoleState {
     fn noted(&self, path: &str, part: Part) -> Part {
         let mut failing = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
         match part {
-            Err(problem) if problem.is_unavailable() => {
+            Err(problem) if problem.status.is_server_error() => {
                 if failing.len() >= KEPT_MAX && !failing.contains_key(path) {
                     failing.clear();
                 }
                 let now = Instant::now();
-                let since = failing.entry(path.to_owned()).or_insert(now);
+                let (since, last) = failing.entry(path.to_owned()).or_insert((now, now));
+                // Nobody has looked in between, so it may have worked.
+                if now.duration_since(*last) > FAILING_GAP {
+                    *since = now;
+                }
+                *last = now;
                 let lasting = Some(now.duration_since(*since)).filter(|time| !time.is_zero());
                 Err(Problem { lasting, ..problem })
             }
@@ -156,6 +196,11 @@ impl ConsoleState {
             return Arc::default();
         }
         Arc::clone(kept.answers.entry(key).or_default())
+    }
+
+    /// Forgets one answer.
+    fn forget(&self, key: &AnswerKey) {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).answers.remove(key);
     }
 
     fn forget_answers(&self) {
@@ -208,6 +253,9 @@ impl ConsoleApi {
     async fn read(&self, path: &str) -> Part {
         let answer = self.answer(Method::GET, path, None).await?;
         let value: Arc<Value> = Arc::new(serde_json::from_slice(&answer).unwrap_or_default());
+        if answer.len() > KEPT_BYTES_MAX {
+            self.state.forget(&self.key(path));
+        }
         if answer.len() <= LAST_BYTES_MAX {
             self.state.last.remember(self.key(path), Arc::clone(&value));
         }
@@ -251,9 +299,14 @@ impl ConsoleApi {
         deadline: Instant,
     ) -> Result<LongWork, Problem> {
         body["progress"] = true.into();
+        let is_change = is_change(&Method::POST, Some(&body));
         let work = self.work_until(path, body, deadline).await;
         self.state.forget_answers();
-        work
+        match work {
+            Err((problem, done)) if is_change => Err(problem.after(done, "done")),
+            Err((problem, _)) => Err(Problem { effect: FailedEffect::Nothing, ..problem }),
+            Ok(work) => Ok(work),
+        }
     }
 
     async fn work_until(
@@ -261,12 +314,14 @@ impl ConsoleApi {
         path: &str,
         body: Value,
         deadline: Instant,
-    ) -> Result<LongWork, Problem> {
-        let response = self.respond(&Method::POST, path, Some(body)).await?;
+    ) -> Result<LongWork, (Problem, u64)> {
+        let response = self.respond(&Method::POST, path, Some(body)).await.map_err(|no| (no, 0))?;
         let status = response.status();
         if !status.is_success() {
+            let has_begun = has_begun(&response);
             let read = to_bytes(response.into_body(), ANSWER_BYTES_MAX).await;
-            return Err(refusal(status, &read.unwrap_or_default()));
+            let problem = refusal(status, &read.unwrap_or_default());
+            return Err((if has_begun { problem.of_unknown_effect() } else { problem }, 0));
         }
         let (mut chunks, mut rest) = (response.into_body().into_data_stream(), Vec::<u8>::new());
         let (mut done, mut result) = (0, None);
@@ -278,7 +333,10 @@ impl ConsoleApi {
                 let line: Value = serde_json::from_slice(&line).unwrap_or_default();
                 if line["error"].is_object() {
                     let status = status_of(line["error"]["code"].as_str().unwrap_or_default());
-                    result = Some(Err(refusal(status, line.to_string().as_bytes())));
+                    let problem = refusal(status, line.to_string().as_bytes());
+                    let is_unknown = status.is_server_error();
+                    let problem = if is_unknown { problem.of_unknown_effect() } else { problem };
+                    result = Some(Err((problem, done)));
                 } else if line["end"].is_object() {
                     result = Some(Ok(LongWork::Ended(line["end"].clone())));
                 } else {
@@ -291,7 +349,8 @@ impl ConsoleApi {
         }
         result.unwrap_or_else(|| {
             let message = "the work ended without a result; do it again";
-            Err(Problem::new(StatusCode::SERVICE_UNAVAILABLE, "interrupted", message))
+            let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, "interrupted", message);
+            Err((problem.of_unknown_effect(), done))
         })
     }
 
@@ -318,10 +377,12 @@ impl ConsoleApi {
         path: &str,
         body: Option<Value>,
     ) -> Result<Bytes, Problem> {
+        let is_change = is_change(&method, body.as_ref());
         let answering = async {
             let response = self.respond(&method, path, body).await?;
-            let status = response.status();
-            Ok::<_, Problem>((status, to_bytes(response.into_body(), ANSWER_BYTES_MAX).await))
+            let (status, is_unknown) = (response.status(), is_change && has_begun(&response));
+            let read = to_bytes(response.into_body(), ANSWER_BYTES_MAX).await;
+            Ok::<_, Problem>((status, is_unknown, read))
         };
         // A change is never cut off half-way: the API has limits of its own.
         let answered = match method == Method::GET {
@@ -332,12 +393,17 @@ impl ConsoleApi {
             let message = format!("no answer within {} s", PART_TIMEOUT.as_secs());
             return Err(Problem::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message));
         };
-        let (status, read) = answered?;
+        let (status, is_unknown, read) = answered?;
         let read = read.map_err(|_| {
             let message = "the answer is too large for a page; use the command line";
-            Problem::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message)
+            let problem = Problem::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message);
+            if is_change { problem.of_unknown_effect() } else { problem }
         })?;
-        if status.is_success() { Ok(read) } else { Err(refusal(status, &read)) }
+        match status.is_success() {
+            true => Ok(read),
+            false if is_unknown => Err(refusal(status, &read).of_unknown_effect()),
+            false => Err(refusal(status, &read)),
+        }
     }
 
     /// The answer of the API, whatever its status is.
@@ -358,6 +424,16 @@ impl ConsoleApi {
         // A router never fails.
         Ok(self.state.api.clone().oneshot(request).await.unwrap_or_else(|no| match no {}))
     }
+}
+
+/// Whether a call changes something.
+fn is_change(method: &Method, body: Option<&Value>) -> bool {
+    *method != Method::GET && body.is_none_or(|body| body["dry_run"] != true)
+}
+
+/// Whether a change with this response may have been made.
+fn has_begun(response: &Response) -> bool {
+    response.status().is_server_error() && response.extensions().get::<NotBegun>().is_none()
 }
 
 /// The reason in the body of a refused call.
@@ -419,6 +495,13 @@ mod tests {
             (StatusCode::NOT_FOUND, axum::Json(error))
         };
         let never = || async { std::future::pending::<()>().await };
+        let refused = || async { (StatusCode::SERVICE_UNAVAILABLE, Extension(NotBegun)) };
+        let count = Arc::clone(&reads);
+        let large = move || async move {
+            count.fetch_add(1, Ordering::SeqCst);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            axum::Json("x".repeat(KEPT_BYTES_MAX))
+        };
         let count = Arc::clone(&reads);
         let sometimes = move || async move {
             match count.load(Ordering::SeqCst) {
@@ -453,6 +536,9 @@ mod tests {
             .route("/api/v1/missing", get(missing))
             .route("/api/v1/sometimes", get(sometimes))
             .route("/api/v1/never", get(never))
+            .route("/api/v1/large", get(large))
+            .route("/api/v1/broken", post(|| async { StatusCode::SERVICE_UNAVAILABLE }))
+            .route("/api/v1/refused", post(refused))
             .route("/api/v1/work", post(work));
         (Arc::new(ConsoleState::new(api, ConsoleSeconds::start())), reads)
     }
@@ -491,6 +577,59 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_failure_after_a_pause_is_a_new_one() {
+        let (state, reads) = state();
+        let ann = client(ConsoleRole::Read, &state);
+        reads.store(usize::MAX, Ordering::SeqCst);
+        let lasting = async || ann.get("/sometimes").await.unwrap_err().lasting;
+        assert_eq!(lasting().await, None);
+        tokio::time::advance(FAILING_GAP).await;
+        assert_eq!(lasting().await, Some(FAILING_GAP));
+        tokio::time::advance(Duration::from_secs(3 * 3600)).await;
+        assert_eq!(lasting().await, None, "nobody has looked for three hours");
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert_eq!(lasting().await, Some(Duration::from_secs(2)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_change_says_whether_it_may_have_been_made() {
+        let (state, reads) = state();
+        let ann = client(ConsoleRole::Write, &state);
+        let effect = async |path: &str, body: Value| ann.post(path, body).await.unwrap_err().effect;
+        assert_eq!(effect("/broken", json!({})).await, FailedEffect::Unknown);
+        assert_eq!(effect("/broken", json!({"dry_run": true})).await, FailedEffect::Nothing);
+        assert_eq!(effect("/refused", json!({})).await, FailedEffect::Nothing, "it has not begun");
+        assert_eq!(effect("/read", json!({})).await, FailedEffect::Nothing, "refused: 405");
+        reads.store(usize::MAX, Ordering::SeqCst);
+        let read = ann.get("/sometimes").await.unwrap_err();
+        assert_eq!(read.effect, FailedEffect::Nothing);
+        assert_eq!(read.clone().after(0, "purged"), read);
+        let after = read.after(3, "purged");
+        assert_eq!(after.effect, FailedEffect::Part);
+        assert!(after.message.ends_with("; 3 were purged before"), "{}", after.message);
+        // Long work that is refused after it has begun, and its dry run.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        for (body, effect) in [
+            (json!({"fails": true}), FailedEffect::Part),
+            (json!({"fails": true, "dry_run": true}), FailedEffect::Nothing),
+        ] {
+            let failed = ann.post_until("/work", body, deadline).await.unwrap_err();
+            assert_eq!(failed.effect, effect, "{}", failed.message);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_large_answer_is_shared_by_those_who_wait_for_it_and_not_kept() {
+        let (state, reads) = state();
+        let ann = client(ConsoleRole::Read, &state);
+        let both = tokio::join!(ann.get("/large"), ann.get("/large"));
+        assert_eq!((both.0.is_ok(), both.1.is_ok(), reads.load(Ordering::SeqCst)), (true, true, 1));
+        assert_eq!(state.kept.lock().unwrap().answers.len(), 0);
+        ann.get("/large").await.unwrap();
+        assert_eq!(reads.load(Ordering::SeqCst), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn long_work_stops_at_its_deadline_and_says_how_much_is_done() {
         let (state, _) = state();
         let ann = client(ConsoleRole::Admin, &state);
@@ -502,7 +641,8 @@ mod tests {
         assert_eq!(work(json!({}), 0).await, Ok(LongWork::Stopped(10)), "something is done");
         let failed = work(json!({"fails": true}), 60_000).await.unwrap_err();
         assert!(failed.is_not_found());
-        assert_eq!((&*failed.code, &*failed.message), ("not_found", "no such letter"));
+        let message = "no such letter; 40 were done before";
+        assert_eq!((&*failed.code, &*failed.message), ("not_found", message));
         let missing = ann.post_until("/missing", json!({}), after(0)).await.unwrap_err();
         assert_eq!(missing.status, StatusCode::METHOD_NOT_ALLOWED, "refused before it begins");
     }

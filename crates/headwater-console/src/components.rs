@@ -20,6 +20,9 @@ const BLOCK_CHARS_MAX: usize = 20_000;
 /// Maximum characters of a text in a table.
 const EXCERPT_CHARS_MAX: usize = 120;
 
+/// Steps of durations in banners of open pages: each other text is sent to the browser and read out.
+const LIVE_STEP_SECONDS: u64 = 10;
+
 /// A part that is kept up to date while the page is open. Names are unique in a page.
 pub(crate) fn live(name: &str, content: &Markup) -> Markup {
     html! {
@@ -38,6 +41,15 @@ pub(crate) fn time(at: &Value) -> Markup {
     }
 }
 
+/// The same with the time in UTC as text, where the exact time matters: not every reader has a pointer.
+pub(crate) fn time_with_utc(at: &Value) -> Markup {
+    let utc = at.as_str().and_then(|at| text::relative_time(at, OffsetDateTime::now_utc()));
+    html! {
+        (time(at))
+        @if let Some((_, utc)) = utc { " " span.utc { (utc) } }
+    }
+}
+
 /// Text of a user in a line.
 pub(crate) fn excerpt(text: &str) -> Markup {
     let (shown, is_cut) = cut(text, EXCERPT_CHARS_MAX);
@@ -46,7 +58,7 @@ pub(crate) fn excerpt(text: &str) -> Markup {
 
 /// An id or name, in fixed-width letters.
 pub(crate) fn id(text: &str) -> Markup {
-    html! { code { bdi { (visible(cut(text, EXCERPT_CHARS_MAX).0)) } } }
+    html! { code { (excerpt(text)) } }
 }
 
 /// Text of a user as a block.
@@ -167,29 +179,26 @@ pub(crate) fn problem_with_last(
     screen: &Screen,
     age: Duration,
 ) -> Markup {
-    unread(what, problem, screen, Some(as_of(age)))
+    let step = if screen.is_live { LIVE_STEP_SECONDS } else { 1 };
+    unread(what, problem, screen, Some(as_of_step(age, step)))
 }
 
 fn unread(what: &str, problem: &Problem, screen: &Screen, last: Option<String>) -> Markup {
     let tone = if problem.is_unavailable() { Tone::Warning } else { Tone::Bad };
-    tracing::warn!(
-        request_id = screen.request_id,
-        code = problem.code,
-        error = problem.message,
-        what,
-        "a part of a console page could not be read"
-    );
+    screen.log_failed(what, problem);
+    let step = if screen.is_live { LIVE_STEP_SECONDS } else { 1 };
+    let lasting = problem.lasting.map_or(0, |lasting| lasting.as_secs() / step * step);
     let content = html! {
         p {
             strong { (what) " cannot be shown" @if last.is_some() { " as it is now" } "." } " " (problem.message) ". "
             @if let Some(as_of) = &last { "It is shown " (as_of) ". " }
-            @if let Some(lasting) = problem.lasting.filter(|lasting| lasting.as_secs() > 0) {
-                "This has lasted for " (text::duration(lasting.as_secs() * 1000)) ". "
-            }
+            @if lasting > 0 { "This has lasted for " (text::duration(lasting * 1000)) ". " }
             @if problem.is_unavailable() && last.is_none() { "The rest of this page is up to date. " }
         }
         p.quiet {
-            "Code " code { (problem.code) } ", request " code { (screen.request_id) } ". "
+            "Code " code { (problem.code) }
+            @if !screen.is_live { ", request " code { (screen.request_id) } }
+            ". "
             a href=(screen.address()) { "Try again" } " · " a href="/console/doctor" { "Open Doctor" }
         }
     };
@@ -198,7 +207,13 @@ fn unread(what: &str, problem: &Problem, screen: &Screen, last: Option<String>) 
 
 /// How old something is that is shown although it may have changed.
 pub(crate) fn as_of(age: Duration) -> String {
-    format!("as of {} ago", text::duration(age.as_secs().max(1) * 1000))
+    as_of_step(age, 1)
+}
+
+/// The same in steps of so many seconds.
+fn as_of_step(age: Duration, step: u64) -> String {
+    let seconds = (age.as_secs() / step * step).max(step);
+    format!("as of {} ago", text::duration(seconds * 1000))
 }
 
 /// A part of a page. If it cannot be read, a banner says so, and the last answer is shown below it with its age.
@@ -386,14 +401,29 @@ pub(crate) fn search_pager(
     }
 }
 
-/// Links that set one parameter of the filter; the current one is marked.
-pub(crate) fn choices(screen: &Screen, name: &str, values: &[(&str, &str)]) -> Markup {
+/// Links that set one parameter of the filter; the current one is marked. `keep` names the parameters of the filter that stay.
+pub(crate) fn choices(
+    screen: &Screen,
+    name: &str,
+    values: &[(&str, &str)],
+    keep: &[&str],
+) -> Markup {
     let (path, current) = (screen.uri.path(), screen.query.get(name));
+    let keep: Vec<&str> = keep.iter().copied().filter(|kept| *kept != name).collect();
+    let kept = screen.query.query_of(&keep);
+    let address = |value: &str| {
+        let chosen = (!value.is_empty()).then(|| format!("{name}={value}"));
+        let query = chosen.into_iter().chain(Some(kept.clone()).filter(|kept| !kept.is_empty()));
+        match &*query.collect::<Vec<_>>().join("&") {
+            "" => path.to_owned(),
+            query => format!("{path}?{query}"),
+        }
+    };
     html! {
         ul.choices {
             @for (value, label) in values {
                 li {
-                    @let address = if value.is_empty() { path.to_owned() } else { format!("{path}?{name}={value}") };
+                    @let address = address(value);
                     a href=(address) aria-current=[(*value == current).then_some("true")] { (label) }
                 }
             }
@@ -448,6 +478,8 @@ pub(crate) fn action(
 
 #[cfg(test)]
 mod tests {
+    use axum::Router;
+    use axum::http::StatusCode;
     use serde_json::json;
 
     use super::*;
@@ -459,6 +491,57 @@ mod tests {
         assert_eq!(shown, "<bdi>&lt;script&gt;alert(1)&lt;/script&gt;\u{202e}\u{2400}</bdi>");
         let long = block(&"x".repeat(1_000_000)).into_string();
         assert!(long.len() < 2 * BLOCK_CHARS_MAX && long.contains("976.6 KiB"), "{}", long.len());
+    }
+
+    #[test]
+    fn an_exact_time_is_text() {
+        let shown = time_with_utc(&json!("2026-11-17T19:57:00.25Z")).into_string();
+        assert!(shown.ends_with("<span class=\"utc\">2026-11-17 19:57:00 UTC</span>"), "{shown}");
+        assert_eq!(time_with_utc(&Value::Null).into_string(), time(&Value::Null).into_string());
+    }
+
+    #[test]
+    fn an_id_that_is_cut_says_so() {
+        let shown = id(&"x".repeat(121)).into_string();
+        assert_eq!(shown, format!("<code><bdi>{}…</bdi></code>", "x".repeat(120)));
+        assert_eq!(id("1-0").into_string(), "<code><bdi>1-0</bdi></code>");
+    }
+
+    #[test]
+    fn a_choice_keeps_the_rest_of_the_filter() {
+        let address = "/console/issues?quarantined=true&integration=code&status=failed&cursor=7";
+        let screen = Screen::for_test(Router::new(), address);
+        let keep = ["integration", "error"];
+        let shown = choices(&screen, "status", &[("", "All"), ("queued", "Queued")], &keep);
+        let shown = shown.into_string();
+        for link in [
+            "href=\"/console/issues?integration=code\">All<",
+            "href=\"/console/issues?status=queued&amp;integration=code\">Queued<",
+        ] {
+            assert!(shown.contains(link), "{link}: {shown}");
+        }
+        let screen = Screen::for_test(Router::new(), "/console/issues");
+        let shown = choices(&screen, "status", &[("", "All")], &keep).into_string();
+        assert!(shown.contains("href=\"/console/issues\""), "{shown}");
+    }
+
+    #[test]
+    fn a_banner_of_an_open_page_is_the_same_until_something_changes() {
+        let shown = |is_live: bool, request_id: &str, seconds: u64| {
+            let mut screen = Screen::for_test(Router::new(), "/console/topics");
+            (screen.is_live, screen.request_id) = (is_live, request_id.to_owned());
+            let status = StatusCode::SERVICE_UNAVAILABLE;
+            let mut failed = Problem::new(status, "unavailable", "no answer");
+            failed.lasting = Some(Duration::from_secs(seconds));
+            problem("The topics", &failed, &screen).into_string()
+                + &problem_with_last("The moves", &failed, &screen, Duration::from_secs(seconds))
+                    .into_string()
+        };
+        assert_eq!(shown(true, "r-1", 11), shown(true, "r-2", 19));
+        assert!(shown(true, "r-1", 21).contains("This has lasted for 20 s. "));
+        assert!(!shown(true, "r-1", 9).contains("This has lasted"));
+        let page = shown(false, "r-1", 11);
+        assert!(page.contains("This has lasted for 11 s. ") && page.contains("r-1"), "{page}");
     }
 
     #[test]

@@ -1,7 +1,10 @@
 //! Names and values of a query or of a submitted form. A name may occur several times.
 
-use axum::extract::{FromRequest, Request};
-use axum::http::StatusCode;
+use axum::body::Body;
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use axum::http::request::Parts;
+use axum::http::{StatusCode, header};
+use axum::middleware::Next;
 use axum::response::Response;
 
 use crate::screen::error_page;
@@ -51,15 +54,32 @@ impl FormFields {
     }
 }
 
-impl<S: Send + Sync> FromRequest<S> for FormFields {
-    type Rejection = Response;
+/// Middleware: reads the submitted form before the action, so that the page of an action that fails can offer it again.
+pub(crate) async fn read_form(request: Request, next: Next) -> Response {
+    let (mut parts, body) = request.into_parts();
+    let form = match parts.headers.contains_key(header::CONTENT_TYPE) {
+        // A button of a program, without fields.
+        false => Ok(FormFields::default()),
+        true => {
+            let request = Request::from_parts(parts.clone(), body);
+            let form = axum::Form::<Vec<(String, String)>>::from_request(request, &()).await;
+            form.map(|form| FormFields(form.0))
+        }
+    };
+    let Ok(form) = form else {
+        let message = "the form is not readable, or larger than 2 MB; nothing was changed";
+        return error_page(StatusCode::BAD_REQUEST, "invalid", message);
+    };
+    parts.extensions.insert(form);
+    next.run(Request::from_parts(parts, Body::empty())).await
+}
 
-    async fn from_request(request: Request, state: &S) -> Result<Self, Response> {
-        let form = axum::Form::<Vec<(String, String)>>::from_request(request, state).await;
-        form.map(|form| Self(form.0)).map_err(|_| {
-            let message = "the form is not readable, or larger than 2 MB";
-            error_page(StatusCode::BAD_REQUEST, "invalid", message)
-        })
+/// The submitted form, which [`read_form`] has read.
+impl<S: Send + Sync> FromRequestParts<S> for FormFields {
+    type Rejection = std::convert::Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
+        Ok(parts.extensions.get::<Self>().cloned().unwrap_or_default())
     }
 }
 

@@ -26,7 +26,7 @@ use crate::api_client::{ConsoleSeconds, ConsoleState};
 pub use crate::draft_link::{DraftLinkView, draft_link_page, draft_link_result_page};
 pub use crate::screen::{error_page, login_page};
 pub use crate::text::shell_word;
-pub use crate::user::{ConsoleRole, ConsoleUser};
+pub use crate::user::{ConsoleRole, ConsoleUser, NotBegun};
 
 /// Path prefix of all pages.
 pub const PREFIX: &str = "/console";

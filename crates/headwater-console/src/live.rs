@@ -2,7 +2,7 @@
 //!
 //! Upstream: `console.js`, one connection for each open page. Downstream: the screens, rendered again for the same
 //! caller. Guarantees: the first event carries all parts, so nothing is missed; all connections render when a second of
-//! [`ConsoleSeconds`] begins, and those of the same page and caller share one rendering; at most [`VIEWERS_MAX`] connections, others
+//! [`ConsoleSeconds`] begins, and those of the same page and caller share one rendering; a page without live parts is rendered once; at most [`VIEWERS_MAX`] connections, others
 //! are refused and poll; a connection ends after [`LIFETIME`], so that an ended login is noticed, with an event `end` on which the page
 //! opens the next one; shutdown ends all, without it.
 
@@ -72,6 +72,10 @@ struct SharedRenderings {
     pages: HashMap<PageKey, Arc<OnceCell<Rendering>>>,
 }
 
+/// An extension of a request: the page is rendered again for those who have it open.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LiveRendering;
+
 /// A part of a page.
 struct LivePart {
     name: String,
@@ -89,7 +93,7 @@ struct Viewer {
     is_new: bool,
     /// Hash of each part as the browser has it.
     sent: HashMap<String, u64>,
-    /// `None`: the last event was sent. The place is free then, for the next connection of the page.
+    /// `None`: the last event was sent: the time is over, or the page has no live parts. The place is free then.
     permit: Option<OwnedSemaphorePermit>,
 }
 
@@ -126,6 +130,10 @@ impl Viewer {
         // Rendered for this connection alone: a shared rendering may be older than the page that the browser has.
         if std::mem::take(&mut self.is_new) {
             let parts = self.render().await?;
+            if parts.is_empty() {
+                // Nothing of it can change, so it is not read again.
+                self.permit = None;
+            }
             return Some(self.changes(&parts).unwrap_or_else(|| parts_event("[]")));
         }
         loop {
@@ -172,6 +180,7 @@ impl Viewer {
     async fn render(&self) -> Rendering {
         let mut request = Request::builder().uri(&self.page).body(Body::empty()).ok()?;
         request.extensions_mut().insert(self.user.clone());
+        request.extensions_mut().insert(LiveRendering);
         let screens = self.live.screens.clone();
         let response = screens.oneshot(request).await.unwrap_or_else(|no| match no {});
         let bytes = to_bytes(response.into_body(), PAGE_BYTES_MAX).await.ok()?;
@@ -201,6 +210,8 @@ fn parts(page: &str) -> impl Iterator<Item = (&str, &str)> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use axum::http::Extensions;
 
     use super::*;
@@ -226,6 +237,28 @@ mod tests {
             events.lines().filter_map(|line| line.strip_prefix("event: ")).collect();
         assert_eq!(names, ["parts", "end"], "{events}");
         assert!(events.contains("event: end\ndata: reconnect\n\n"), "{events}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_page_without_live_parts_is_read_once_and_its_connection_ends() {
+        let reads = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&reads);
+        let page = get(move || async move {
+            counted.fetch_add(1, Ordering::SeqCst);
+            "<p>a large report</p>"
+        });
+        let screens = Router::new().route("/console/sql", page);
+        let live = routes(screens, ConsoleSeconds::start(), CancellationToken::new());
+        let (name, view, forwarded) = ("ann".to_owned(), String::new(), Extensions::new());
+        let role = ConsoleRole::Read;
+        let user = ConsoleUser { name, role, view, has_session: false, forwarded };
+        let request = Request::builder().uri("/console/live?of=%2Fconsole%2Fsql").extension(user);
+        let began = Instant::now();
+        let response = live.oneshot(request.body(Body::empty()).unwrap()).await.unwrap();
+        let bytes = to_bytes(response.into_body(), PAGE_BYTES_MAX).await.unwrap();
+        assert_eq!(str::from_utf8(&bytes).unwrap(), "event: parts\ndata: []\n\n");
+        assert!(began.elapsed() < LIFETIME, "{:?}", began.elapsed());
+        assert_eq!(reads.load(Ordering::SeqCst), 1);
     }
 
     #[test]

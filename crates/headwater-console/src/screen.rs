@@ -5,17 +5,19 @@
 
 use std::sync::Arc;
 
-use axum::extract::FromRequestParts;
+use axum::extract::{FromRequestParts, MatchedPath};
 use axum::http::request::Parts;
 use axum::http::{HeaderName, StatusCode, Uri, header};
 use axum::response::{Html, IntoResponse, Response};
 use maud::{DOCTYPE, Markup, html};
 use uuid::Uuid;
 
+use crate::actions::failed;
 use crate::api_client::{ConsoleApi, ConsoleState, Problem};
 use crate::assets;
 use crate::components::{self, Tone, banner};
 use crate::form::FormFields;
+use crate::live::LiveRendering;
 use crate::text;
 use crate::user::ConsoleUser;
 
@@ -125,8 +127,14 @@ pub(crate) struct Screen {
     pub(crate) user: ConsoleUser,
     pub(crate) uri: Uri,
     pub(crate) query: FormFields,
+    /// What was submitted to an action.
+    pub(crate) form: FormFields,
+    /// The route, with names of parameters.
+    pub(crate) route: String,
     /// Appears in error messages and in the log.
     pub(crate) request_id: String,
+    /// Whether the page is rendered again for those who have it open. Then it must be the same as long as nothing has changed.
+    pub(crate) is_live: bool,
 }
 
 /// The content of a page.
@@ -153,7 +161,11 @@ impl FromRequestParts<Arc<ConsoleState>> for Screen {
         let api = ConsoleApi::new(Arc::clone(state), user.clone());
         let query = FormFields::from_query(parts.uri.query().unwrap_or_default());
         let request_id = Uuid::now_v7().to_string();
-        Ok(Self { api, user, uri: parts.uri.clone(), query, request_id })
+        let form = parts.extensions.get::<FormFields>().cloned().unwrap_or_default();
+        let route = parts.extensions.get::<MatchedPath>().map_or("", MatchedPath::as_str);
+        let (uri, route) = (parts.uri.clone(), route.to_owned());
+        let is_live = parts.extensions.get::<LiveRendering>().is_some();
+        Ok(Self { api, user, uri, query, form, route, request_id, is_live })
     }
 }
 
@@ -168,7 +180,7 @@ impl Screen {
         self.page_with_status(StatusCode::OK, page)
     }
 
-    fn page_with_status(&self, status: StatusCode, page: ScreenContent) -> Response {
+    pub(crate) fn page_with_status(&self, status: StatusCode, page: ScreenContent) -> Response {
         let heading = html! {
             @if !page.path.is_empty() {
                 nav aria-label="Path" { ol.path {
@@ -185,7 +197,7 @@ impl Screen {
             } @else if !page.command.is_empty() {
                 p.command { span { "Command line: " } code #command { (page.command) } }
             }
-            @if let Some(path) = self.api.first_path().filter(|_| !self.uri.path().starts_with("/console/do/")) {
+            @if let Some(path) = self.api.first_path().filter(|_| !failed::is_action(self)) {
                 p.quiet.curl {
                     span { "HTTP: " }
                     code { "curl -s -H \"Authorization: Bearer $HEADWATER_TOKEN\" \"$HEADWATER_URL/api/v1" (path.trim_end_matches(['&', '?'])) "\"" }
@@ -196,8 +208,11 @@ impl Screen {
         respond(status, &markup, &self.request_id)
     }
 
-    /// The page for something that cannot be shown at all.
+    /// The page for something that cannot be shown at all, or for an action that failed.
     pub(crate) fn failed(&self, what: &str, problem: &Problem) -> Response {
+        if failed::is_action(self) {
+            return failed::page(self, problem);
+        }
         if problem.is_unavailable() {
             return self.page(ScreenContent {
                 title: what.to_owned(),
@@ -206,6 +221,7 @@ impl Screen {
                 content: components::problem(what, problem, self),
             });
         }
+        self.log_failed(what, problem);
         let content = html! {
             (banner(Tone::Bad, &html! {
                 p { strong { (problem.message) } "." }
@@ -217,6 +233,24 @@ impl Screen {
             if problem.is_not_found() { format!("{what} not found") } else { what.to_owned() };
         let page = ScreenContent { title, path: Vec::new(), command: String::new(), content };
         self.page_with_status(problem.status, page)
+    }
+
+    /// Writes to the log that a page or a part of it cannot be shown, with the request id that is on the page. An open page is rendered
+    /// each second, so its failure is written once.
+    pub(crate) fn log_failed(&self, what: &str, problem: &Problem) {
+        let is_new = problem.status.is_server_error() && problem.lasting.is_none();
+        if self.is_live && !is_new {
+            return;
+        }
+        tracing::warn!(
+            request_id = self.request_id,
+            path = self.uri.path(),
+            status = problem.status.as_u16(),
+            code = problem.code,
+            error = problem.message,
+            what,
+            "a console page or a part of it could not be read"
+        );
     }
 
     /// An answer of the API as a file to save. `what` names it if it cannot be read.
@@ -299,7 +333,11 @@ fn header_bar(screen: &Screen) -> Markup {
                 label.visually-hidden for="search" { "Search" }
                 input #search type="search" name="q" placeholder="Search: number, id, word" value=(search_text(screen)) maxlength="200" autocomplete="off";
             }
-            span #live-state.quiet role="status" {}
+            div.live {
+                span #live-state.quiet role="status" {}
+                // Shown by the script that makes it work.
+                button #pause.button type="button" aria-label="Pause updates" hidden { "Pause" }
+            }
             div #new-rows role="status" {}
             div.user {
                 span { (user.name) " " (components::badge(Tone::Neutral, user.role.as_str())) }
@@ -380,4 +418,20 @@ pub fn login_page(status: StatusCode, next: &str, problem: Option<&str>) -> Resp
         }
     };
     respond(status, &document("Log in", None, &main), &Uuid::now_v7().to_string())
+}
+
+#[cfg(test)]
+impl Screen {
+    /// The request of a caller with the role `write` for this address, on an API.
+    pub(crate) fn for_test(api: axum::Router, address: &'static str) -> Self {
+        let (name, view, forwarded) = ("ann".to_owned(), String::new(), Default::default());
+        let role = crate::user::ConsoleRole::Write;
+        let user = ConsoleUser { name, role, view, has_session: false, forwarded };
+        let seconds = crate::api_client::ConsoleSeconds::start();
+        let api = ConsoleApi::new(Arc::new(ConsoleState::new(api, seconds)), user.clone());
+        let uri = Uri::from_static(address);
+        let query = FormFields::from_query(uri.query().unwrap_or_default());
+        let (form, route, request_id) = (FormFields::default(), String::new(), "r-1".to_owned());
+        Self { api, user, uri, query, form, route, request_id, is_live: false }
+    }
 }

@@ -1,4 +1,4 @@
-//! Who calls, as the authentication of the server reports it.
+//! What the server tells the console beside requests and responses: who calls, and whether a failed change has begun.
 
 use axum::http::Extensions;
 
@@ -23,6 +23,11 @@ impl ConsoleRole {
         }
     }
 }
+
+/// An extension of a response of the API with an error status: the change has not begun. Without it, a change whose response has a
+/// status of 500 or above may have been made.
+#[derive(Clone, Copy, Debug)]
+pub struct NotBegun;
 
 /// The caller of a request, an extension that the authentication of the server adds.
 #[derive(Clone, Debug)]

@@ -162,6 +162,56 @@ async fn a_message_says_what_became_of_it_in_each_group_and_the_way_out() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_dead_message_is_not_called_settled_if_there_are_many_dead_letters() {
+    const OTHERS: usize = 201;
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&[]).unwrap();
+    let topic = json!({"name": "orders", "partitions": 1});
+    assert_eq!(server.post("/api/v1/topics", &topic).await.unwrap().0, 201);
+    let messages: Vec<_> = (0..=OTHERS).map(|n| json!({"payload": n.to_string()})).collect();
+    let (_, sent) = server
+        .post("/api/v1/topics/orders/messages", &json!({"messages": messages}))
+        .await
+        .unwrap();
+    let group = "/api/v1/topics/orders/groups/billing";
+    let mut pulled = Vec::new();
+    while pulled.len() <= OTHERS {
+        let wanted = json!({"max": 100, "wait_ms": 5000, "lease_ms": 60000});
+        let (_, more) = server.post(&format!("{group}/pull"), &wanted).await.unwrap();
+        pulled.extend(more["messages"].as_array().unwrap().iter().cloned());
+    }
+    let bury = async |messages: &[Value], expected: usize| {
+        let letter = |message: &Value| json!({"lease": message["lease"], "outcome": "dead_letter", "reason": "no address"});
+        for some in messages.chunks(100) {
+            let settlements: Vec<_> = some.iter().map(letter).collect();
+            let body = json!({"settlements": settlements});
+            let (status, settled) = server.post(&format!("{group}/settle"), &body).await.unwrap();
+            assert_eq!(status, 200, "{settled}");
+        }
+        let is_all = |_: u16, topic: &Value| topic["dead_letters"] == expected;
+        server.until("/api/v1/topics/orders", is_all).await.unwrap();
+    };
+    // The first message is the last to become a dead letter.
+    bury(&pulled[1..], OTHERS).await;
+    bury(&pulled[..1], OTHERS + 1).await;
+    let path = |index: usize| {
+        let id = sent["messages"][index]["id"].as_str().unwrap();
+        format!("/api/v1/topics/orders/messages/{id}/why")
+    };
+    let (status, why) = server.get(&path(0)).await.unwrap();
+    assert_eq!((status, &why["reason"]), (200, &json!("unknown")), "{why}");
+    let sentence = why["sentence"].as_str().unwrap();
+    assert!(
+        sentence.contains("unknown: settled, or a dead letter beyond the 200 that were looked at")
+            && why["command"] == "headwater dlq list orders",
+        "{why}"
+    );
+    // One that is found is known.
+    let (_, why) = server.get(&path(1)).await.unwrap();
+    assert_eq!(why["reason"], "dead_letter", "{why}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_reply_that_the_provider_forbids_is_named_with_its_answer_and_the_setting() {
     let forbid = || async { (StatusCode::FORBIDDEN, "{\"message\":\"Resource not accessible\"}") };
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -274,7 +274,8 @@ async fn in_batches(
 ) -> Result<(u64, bool), Problem> {
     let mut total = 0;
     loop {
-        let answer = screen.api.post(path, body.clone()).await?;
+        let answer = screen.api.post(path, body.clone()).await;
+        let answer = answer.map_err(|error| error.after(total, counter))?;
         total += answer[counter].as_u64().unwrap_or(0);
         body["cursor"] = answer["next_cursor"].clone();
         if body["cursor"].is_null() {

@@ -191,7 +191,11 @@ async fn retry_all(
             Ok(_) => total += 1,
             // Retried or released by another caller.
             Err(error) if error.is_not_found() => {}
-            Err(error) => return Err(error),
+            Err(error) => {
+                return Err(
+                    error.after(total, if area == "issues" { "released" } else { "queued" })
+                );
+            }
         }
     }
     Ok((total, 0))

@@ -186,13 +186,7 @@ impl LetterSelection {
                     work.handled += done;
                     return Ok(work);
                 }
-                Err(mut error) => {
-                    if work.changed > 0 {
-                        let (done, counter) = (work.changed, action.counter());
-                        error.message = format!("{}; {done} were {counter} before", error.message);
-                    }
-                    return Err(error);
-                }
+                Err(error) => return Err(error.after(work.changed, action.counter())),
             }
         }
         Ok(LetterWork { is_done: true, ..work })

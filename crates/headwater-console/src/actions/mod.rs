@@ -1,11 +1,13 @@
 //! `POST /console/do/...`: changes, each followed by a redirect.
 //!
 //! Upstream: forms of `screens/`. Downstream: the API, which checks the role and writes the audit log. Guarantees:
-//! whatever destroys or touches more than one thing is confirmed first (`confirmation.rs`); a refusal is shown with its
-//! reason; what takes longer than [`WORK_TIME_MAX`] stops and says what is left, which the same action continues.
+//! whatever destroys or touches more than one thing is confirmed first (`confirmation.rs`); an action that fails says whether
+//! something was changed, and offers what was submitted again (`failed.rs`); what takes longer than [`WORK_TIME_MAX`] stops and
+//! says what is left, which the same action continues.
 
 mod confirmation;
 mod desk;
+pub(crate) mod failed;
 mod failures;
 mod letters;
 mod plans;
@@ -17,10 +19,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::post;
 
 use crate::api_client::ConsoleState;
+use crate::form::read_form;
 
 /// Time for an action on many things, below the default of `http.request_timeout` with room for the answer.
 const WORK_TIME_MAX: Duration = Duration::from_secs(20);
@@ -59,6 +63,7 @@ pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
         .route("/console/do/plans/{id}/pause", post(plans::pause))
         .route("/console/do/plans/{id}/resume", post(plans::resume))
         .route("/console/do/plans/{id}/cancel", post(plans::cancel))
+        .route_layer(from_fn(read_form))
 }
 
 /// Back to a page, which says what was done.

@@ -113,9 +113,9 @@ fn moves(page: &Value) -> Markup {
 fn partition_grid(group: &Value) -> Markup {
     let (topic, name) = (field(group, "topic"), field(group, "group"));
     let members = items(group, "members");
-    let color = |owner: &str| {
-        let index = members.iter().position(|member| field(member, "member") == owner);
-        index.map(|index| format!("owner-{}", index % COLORS))
+    let of_member = |owner: &str| {
+        let index = members.iter().position(|member| field(member, "member") == owner)?;
+        Some(OwnerMark { class: format!("owner-{}", index % COLORS), letters: letters(index) })
     };
     let (orphans, skew) =
         (group["orphans"].as_u64().unwrap_or(0), group["skew"].as_u64().unwrap_or(0));
@@ -131,32 +131,57 @@ fn partition_grid(group: &Value) -> Markup {
             }
             @if !members.is_empty() {
                 ul.owners { @for member in members {
-                    li class=[color(field(member, "member"))] {
+                    @let mark = of_member(field(member, "member"));
+                    li class=[mark.as_ref().map(|mark| &*mark.class)] {
+                        @if let Some(mark) = &mark { strong { (mark.letters) } " " }
                         (excerpt(field(member, "member"))) " " span.quiet { (counted(member["partitions"].as_u64().unwrap_or(0), "partition", "partitions")) }
                     }
                 } }
             }
             ul.partitions aria-label={ "Partitions of " (visible(topic)) " for " (visible(name)) } {
-                @for partition in items(group, "partitions") { (cell(partition, &color, is_shared)) }
+                @for partition in items(group, "partitions") { (cell(partition, &of_member, is_shared)) }
             }
         }
     }
 }
 
-fn cell(partition: &Value, color: &impl Fn(&str) -> Option<String>, is_shared: bool) -> Markup {
+/// How the partitions of a member look: a colour, and letters for those who cannot tell colours apart.
+struct OwnerMark {
+    class: String,
+    letters: String,
+}
+
+/// `A` to `Z`, then `AA` and so on.
+fn letters(index: usize) -> String {
+    let letter = |index: usize| char::from(b'A' + (index % 26) as u8);
+    match index {
+        0..26 => letter(index).to_string(),
+        _ => letters(index / 26 - 1) + &letter(index).to_string(),
+    }
+}
+
+fn cell(
+    partition: &Value,
+    of_member: &impl Fn(&str) -> Option<OwnerMark>,
+    is_shared: bool,
+) -> Markup {
     let owner = partition["owner"].as_str();
     let waits = partition["lag"].as_u64().is_none_or(|lag| lag > 0)
         || partition["pending"].as_u64().unwrap_or(0) > 0;
     let is_unread = partition["problem"].is_string();
     let is_orphan = owner.is_none() && waits && !is_shared && !is_unread;
-    let class = match owner {
-        Some(owner) => color(owner),
-        None => (is_orphan || is_unread).then(|| "orphan".to_owned()),
+    let mark = owner.and_then(of_member);
+    let class = match (owner, &mark) {
+        (Some(_), mark) => mark.as_ref().map(|mark| &*mark.class),
+        (None, _) => (is_orphan || is_unread).then_some("orphan"),
     };
     let lag = partition["lag"].as_u64().map_or("unknown".to_owned(), number);
     html! {
         li class=[class] data-key=(plain(&partition["partition"])) {
-            strong { span.visually-hidden { "Partition " } (plain(&partition["partition"])) }
+            strong {
+                span.visually-hidden { "Partition " } (plain(&partition["partition"]))
+                @if let Some(mark) = &mark { span.mark aria-hidden="true" { (mark.letters) } }
+            }
             @match (owner, partition["remaining_ms"].as_u64()) {
                 (Some(owner), left) => {
                     span.visually-hidden { "owner " (excerpt(owner)) ", lease " }
@@ -290,10 +315,19 @@ mod tests {
         assert_eq!(shown.matches("no owner").count(), 1, "{shown}");
         assert!(shown.contains("<li class=\"orphan\" data-key=\"1\">"), "{shown}");
         assert!(shown.contains("<li class=\"owner-1\" data-key=\"0\">"), "{shown}");
+        // Not by colour only.
+        assert!(shown.contains("<li class=\"owner-1\"><strong>B</strong> <bdi>b</bdi>"), "{shown}");
+        assert_eq!(shown.matches("<span class=\"mark\" aria-hidden=\"true\">B</span>").count(), 1);
         assert_eq!(shown.matches(">free<").count(), 1, "{shown}");
 
         let shown = partition_grid(&group(0, 1)).into_string();
         assert!(!shown.contains("without an owner") && !shown.contains("unevenly"), "{shown}");
+    }
+
+    #[test]
+    fn every_member_has_letters_of_its_own() {
+        let found = [0, 1, 25, 26, 27, 701, 702].map(letters);
+        assert_eq!(found, ["A", "B", "Z", "AA", "AB", "ZZ", "AAA"]);
     }
 
     #[test]

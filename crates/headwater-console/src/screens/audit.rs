@@ -5,7 +5,7 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    Tone, badge, empty, excerpt, id, live, pager, problem, search_pager, table, time,
+    Tone, badge, empty, excerpt, id, live, pager, problem, search_pager, table, time_with_utc,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
@@ -63,7 +63,7 @@ fn entries(screen: &Screen, page: &Value, is_filtered: bool) -> Markup {
 fn row(entry: &Value) -> Markup {
     html! {
         tr data-key=(field(entry, "id")) {
-            td { (time(&entry["at"])) }
+            td { (time_with_utc(&entry["at"])) }
             th scope="row" { (excerpt(field(entry, "caller"))) }
             td { (field(entry, "role")) }
             td { (id(field(entry, "client"))) }

@@ -42,7 +42,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
         },
     };
     let content = html! {
-        div.filters { (choices(&screen, "status", &STATUSES)) }
+        div.filters { (choices(&screen, "status", &STATUSES, &[])) }
         (rows)
     };
     // The command accepts no others.
@@ -99,7 +99,7 @@ fn item(screen: &Screen, draft: &Value) -> Markup {
                 form.stacked method="post" action={ (base) "/approve" } {
                     input type="hidden" name="version" value=(version);
                     label for={ "content-" (number) } { "Text to post" }
-                    textarea id={ "content-" (number) } name="content" rows="6" required { (field(draft, current)) }
+                    textarea id={ "content-" (number) } name="content" rows="6" required { "\n" (field(draft, current)) }
                     div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Primary, "Approve and post")) }
                 }
                 (rejection)

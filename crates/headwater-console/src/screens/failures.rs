@@ -4,13 +4,16 @@ use axum::extract::Path;
 use axum::response::Response;
 use maud::{Markup, html};
 use serde_json::Value;
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 
 use crate::chart::sparkline;
 use crate::components::{
-    ButtonStyle, Tone, action, badge, block, empty, excerpt, facts, id, live, problem, table, time,
+    ButtonStyle, Tone, action, badge, block, count, empty, excerpt, facts, id, live, problem,
+    table, time,
 };
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{counted, encoded, field, items, number, plain, shell_word};
+use crate::text::{self, counted, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
 /// Name and address of the kinds of failures.
@@ -96,6 +99,31 @@ fn curve(cluster: &Value) -> Markup {
     sparkline(&format!("from first to last, at most {} at once", number(most)), &counts)
 }
 
+/// When a part of the curve begins, in UTC.
+fn begin(cluster: &Value, index: usize, parts: usize) -> Option<String> {
+    let at = |name: &str| OffsetDateTime::parse(field(cluster, name), &Rfc3339).ok();
+    let (first, last) = (at("first")?, at("last")?);
+    let begin = first + (last - first) * i32::try_from(index).ok()? / i32::try_from(parts).ok()?;
+    text::relative_time(&begin.format(&Rfc3339).ok()?, begin).map(|(_, utc)| utc)
+}
+
+/// The same as a table.
+fn curve_table(cluster: &Value) -> Markup {
+    let counts = items(cluster, "curve");
+    html! {
+        @if counts.len() > 1 {
+            details.curve-data {
+                summary { "Data" }
+                (table("Failures over time", &["From", "Count"], &html! {
+                    @for (index, one) in counts.iter().enumerate() {
+                        tr { th scope="row" { (begin(cluster, index, counts.len()).unwrap_or_default()) } (count(one)) }
+                    }
+                }))
+            }
+        }
+    }
+}
+
 pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
     let cluster = match screen.api.get(&format!("/failures/{}", encoded(&key))).await {
         Ok(cluster) => cluster,
@@ -125,6 +153,7 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
             ("Last", time(&cluster["last"])),
             ("When", curve(&cluster)),
         ]))
+        (curve_table(&cluster))
         @if cluster["complete"] == false {
             p {
                 "Not all failures were read, only "
@@ -181,5 +210,26 @@ fn sample_row(cluster: &Value, sample: &Value) -> Markup {
             td { (time(&sample["at"])) }
             td { (excerpt(field(sample, "message"))) }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_curve_has_its_counts_as_a_table() {
+        let cluster = json!({"first": "2026-11-17T20:00:00Z", "last": "2026-11-17T21:00:00Z", "curve": [3, 0, 1]});
+        let shown = curve_table(&cluster).into_string();
+        for row in [
+            "<th scope=\"row\">2026-11-17 20:00:00 UTC</th><td class=\"count\">3</td>",
+            "<th scope=\"row\">2026-11-17 20:20:00 UTC</th><td class=\"count\">0</td>",
+            "<th scope=\"row\">2026-11-17 20:40:00 UTC</th><td class=\"count\">1</td>",
+        ] {
+            assert!(shown.contains(row), "{row}: {shown}");
+        }
+        assert_eq!(curve_table(&json!({"curve": [1]})).into_string(), "");
     }
 }

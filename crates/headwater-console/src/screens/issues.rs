@@ -18,6 +18,9 @@ use crate::user::ConsoleRole;
 
 const FILTER: [&str; 5] = ["status", "quarantined", "integration", "error", "newest_first"];
 
+/// What stays when another state is chosen.
+const KEPT: [&str; 3] = ["integration", "error", "newest_first"];
+
 /// Events on a page; each may hold a megabyte.
 const EVENTS: usize = 20;
 
@@ -62,8 +65,8 @@ pub(crate) async fn list(screen: Screen) -> Response {
         [("", "All"), ("queued", "Queued"), ("processing", "Processing"), ("idle", "Idle")];
     let content = html! {
         div.filters {
-            (choices(&screen, "status", &states))
-            (choices(&screen, "quarantined", &[("true", "Quarantined")]))
+            (choices(&screen, "status", &states, &KEPT))
+            (choices(&screen, "quarantined", &[("true", "Quarantined")], &KEPT))
             form.inline action="/console/issues" {
                 label for="integration" { "Integration" }
                 input #integration name="integration" value=(integration) maxlength="200";

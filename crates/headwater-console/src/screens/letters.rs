@@ -165,15 +165,38 @@ pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, Str
         title: entry.clone(),
         path: above,
         command: format!("headwater dlq show {} {}", shell_word(&topic), shell_word(&entry)),
-        content: html! { (live("letter", &content)) (edit_form(&screen, &act, &entry, &letter)) },
+        content: html! { (live("letter", &content)) (edit_form(&screen, &act, (&topic, &entry), &letter)) },
     })
 }
 
 /// A form to replay an edited copy. Not live: a page that changes would lose the text.
-fn edit_form(screen: &Screen, act: &str, entry: &str, letter: &Value) -> Markup {
+fn edit_form(screen: &Screen, act: &str, (topic, entry): (&str, &str), letter: &Value) -> Markup {
     let Some(text) = letter["payload"].as_str() else {
         return html! { p.quiet { "The payload is not text, so it cannot be edited here." } };
     };
+    // Browsers send all line breaks as CR LF, of which the action makes LF, and replace NUL.
+    let (topic_word, entry_word) = (shell_word(topic), shell_word(entry));
+    let refused = match (text.contains('\0'), text.contains('\r')) {
+        // An argument of a command cannot have one.
+        (true, _) => Some((
+            "NUL characters",
+            format!(
+                "POST /api/v1/topics/{}/dead-letters/{}/replay {{\"payload\": \"…\"}}",
+                encoded(topic),
+                encoded(entry)
+            ),
+        )),
+        (false, true) => Some((
+            "carriage returns (CR)",
+            format!("headwater dlq replay {topic_word} {entry_word} --payload \"$(cat FILE)\""),
+        )),
+        (false, false) => None,
+    };
+    if let Some((lost, command)) = refused {
+        return html! {
+            p.quiet { "The payload has " (lost) ", which a form in a browser changes, so it cannot be edited here. Replay an edited copy with " code { (command) } }
+        };
+    }
     html! {
         details.item {
             summary { "Edit and replay" }
@@ -184,5 +207,31 @@ fn edit_form(screen: &Screen, act: &str, entry: &str, letter: &Value) -> Markup 
                 div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Primary, "Replay edited copy")) }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::Router;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_payload_that_a_form_would_change_is_not_edited_in_a_form() {
+        let screen = Screen::for_test(Router::new(), "/console/topics/a/dead-letters/1-0");
+        let shown = |payload: &str| {
+            let letter = json!({"payload": payload});
+            edit_form(&screen, "/act", ("a b", "1-0"), &letter).into_string()
+        };
+        for (payload, reason, way) in [
+            ("a\r\nb", "carriage returns", "headwater dlq replay 'a b' 1-0 --payload "),
+            ("a\0\r", "NUL characters", "POST /api/v1/topics/a%20b/dead-letters/1-0/replay "),
+        ] {
+            let form = shown(payload);
+            assert!(form.contains(reason) && form.contains(way), "{form}");
+            assert!(!form.contains("<textarea"), "{form}");
+        }
+        assert!(shown("\na\nb").contains(">\n\na\nb</textarea>"), "the first line break stays");
     }
 }

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::api_client::Problem;
 use crate::components::{
     Tone, badge, block, count, empty, excerpt, facts, id, live, pager, payload, problem, table,
-    time,
+    time, time_with_utc,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
@@ -206,7 +206,7 @@ fn details(message: &Value) -> Markup {
         (facts(&[
             ("Partition", html! { (plain(&message["partition"])) }),
             ("Key", excerpt(&plain(&message["key"]))),
-            ("Stored", time(&message["stored_at"])),
+            ("Stored", time_with_utc(&message["stored_at"])),
             ("Attempt", html! { (plain(&message["attempt"])) }),
         ]))
         @if let Some(reason) = message["problem"].as_str() {

@@ -59,7 +59,7 @@ pub(crate) async fn show(screen: Screen) -> Response {
         content: html! {
             (live("overview", &content))
             h2 { "The last " (name) }
-            (choices(&screen, "range", &[("15m", "15 minutes"), ("", "1 hour"), ("6h", "6 hours"), ("48h", "48 hours")]))
+            (choices(&screen, "range", &[("15m", "15 minutes"), ("", "1 hour"), ("6h", "6 hours"), ("48h", "48 hours")], &[]))
             // A part of its own: it changes less often.
             (live("charts", &history::charts(&screen, &history, charts)))
         },
@@ -212,30 +212,14 @@ fn tiles(screen: &Screen, overview: &Value) -> Markup {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use axum::Router;
-    use axum::http::{Extensions, Uri};
     use serde_json::json;
 
     use super::*;
-    use crate::api_client::{ConsoleApi, ConsoleSeconds, ConsoleState};
-    use crate::form::FormFields;
-    use crate::user::ConsoleUser;
-
-    fn screen() -> Screen {
-        let (name, view, forwarded) = ("ann".to_owned(), String::new(), Extensions::new());
-        let role = ConsoleRole::Write;
-        let user = ConsoleUser { name, role, view, has_session: false, forwarded };
-        let state = Arc::new(ConsoleState::new(Router::new(), ConsoleSeconds::start()));
-        let (uri, query) = (Uri::from_static("/console"), FormFields::default());
-        let api = ConsoleApi::new(state, user.clone());
-        Screen { api, user, uri, query, request_id: String::new() }
-    }
 
     #[tokio::test]
     async fn each_problem_has_its_buttons() {
-        let screen = screen();
+        let screen = Screen::for_test(Router::new(), "/console");
         let expected: [(&str, &[&str]); 8] = [
             ("quarantined", &["/console/issues?quarantined=true", "/console/do/issues/release"]),
             ("dead_replies", &["/console/outbox", "/console/do/outbox/retry"]),

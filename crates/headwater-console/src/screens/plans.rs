@@ -61,7 +61,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
         },
     };
     let content = html! {
-        div.filters { (choices(&screen, "state", &STATES)) }
+        div.filters { (choices(&screen, "state", &STATES, &[])) }
         (live("plans", &rows))
     };
     let state = screen.query.get("state");

@@ -2,7 +2,6 @@
 //!
 //! Upstream: the screens of an issue and of a ticket. Downstream: the route `/issues/ID/timeline`, and the sessions of the runs.
 
-use futures_util::future::join_all;
 use maud::{Markup, html};
 use serde_json::Value;
 
@@ -17,20 +16,34 @@ const RUNS: usize = 10;
 /// Steps of a session that are shown with its run; the session has all of them.
 const STEPS: usize = 50;
 
-/// The runs of an issue, each with the steps of its session if they can be read.
+/// The runs of an issue, the newest one with the steps of its session. Those of the others are behind a link: an open page reads
+/// all of it each second.
 pub(crate) struct RunsPart {
     timeline: Part,
-    /// In the order of the runs.
-    steps: Vec<Option<Part>>,
+    /// Of the newest run that called a model.
+    steps: Option<RunSteps>,
+}
+
+/// The steps of a run.
+struct RunSteps {
+    epoch: Value,
+    steps: Part,
 }
 
 impl RunsPart {
-    /// Reads a page of runs, and the sessions of those that called a model.
+    /// Reads a page of runs, and the session of the newest one that called a model.
     pub(crate) async fn read(screen: &Screen, issue: &str, cursor: &str) -> Self {
         let path = format!("/issues/{}/timeline?limit={RUNS}&{cursor}", encoded(issue));
         let timeline = screen.api.get(&path).await;
-        let runs = timeline.iter().flat_map(|timeline| items(timeline, "runs"));
-        let steps = join_all(runs.map(|run| session_steps_of(screen, run))).await;
+        let mut runs = timeline.iter().flat_map(|timeline| items(timeline, "runs"));
+        let newest = runs.find_map(|run| Some((run["epoch"].clone(), session_of(run)?)));
+        let steps = match newest {
+            None => None,
+            Some((epoch, session)) => {
+                let path = format!("/sessions/{}/events?limit={STEPS}", encoded(session));
+                Some(RunSteps { epoch, steps: screen.api.get(&path).await })
+            }
+        };
         Self { timeline, steps }
     }
 
@@ -53,7 +66,10 @@ impl RunsPart {
             } @else if runs.is_empty() {
                 (empty("No run has ended yet.", None))
             }
-            @for (run, steps) in runs.iter().zip(&self.steps) { (run_item(run, steps.as_ref())) }
+            @for run in runs {
+                @let steps = self.steps.as_ref().filter(|steps| steps.epoch == run["epoch"]);
+                (run_item(run, steps.map(|steps| &steps.steps)))
+            }
         }
     }
 
@@ -66,11 +82,9 @@ impl RunsPart {
     }
 }
 
-/// The steps of the session of a run; `None` if it called no model.
-async fn session_steps_of(screen: &Screen, run: &Value) -> Option<Part> {
-    let session = items(run, "models").iter().rev().find_map(|model| model["session"].as_str())?;
-    let path = format!("/sessions/{}/events?limit={STEPS}", encoded(session));
-    Some(screen.api.get(&path).await)
+/// The session of a run; `None` if it called no model.
+fn session_of(run: &Value) -> Option<&str> {
+    items(run, "models").iter().rev().find_map(|model| model["session"].as_str())
 }
 
 fn result_badge(result: &str) -> Markup {
@@ -111,7 +125,13 @@ fn run_item(run: &Value, steps: Option<&Part>) -> Markup {
                     " " span.quiet { (time(&run["claimed_at"])) }
                 }
                 @for model in models { li { (model_line(model)) } }
-                @if let Some(steps) = steps { li { (session_steps(steps)) } }
+                @match (steps, session_of(run)) {
+                    (Some(steps), _) => li { (session_steps(steps)) },
+                    (None, Some(session)) => li {
+                        a href={ "/console/sessions/" (encoded(session)) } { "Prompts, tool calls and answers of this run" }
+                    },
+                    (None, None) => {}
+                }
                 li {
                     "Ended after " (duration(run["duration_ms"].as_u64().unwrap_or(0))) ": " (field(run, "result"))
                     " " span.quiet { (time(&run["ended_at"])) }
@@ -212,5 +232,46 @@ fn outbox_line(row: &Value) -> Markup {
         } @else {
             span.quiet { "posted " (time(&row["delivered_at"])) }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use axum::extract::Path;
+    use axum::routing::get;
+    use axum::{Json, Router};
+    use serde_json::json;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_steps_of_the_newest_run_are_shown_and_those_of_the_others_are_linked() {
+        let run = |epoch: u64| {
+            let session = (epoch < 9).then(|| format!("s-{epoch}"));
+            json!({"epoch": epoch, "result": "done", "models": [{"model": "m", "session": session}]})
+        };
+        let timeline: Vec<Value> = (1..10).rev().map(run).collect();
+        let timeline = move || async move { Json(json!({"runs": timeline})) };
+        let reads = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&reads);
+        let events = move |Path(session): Path<String>| async move {
+            counted.fetch_add(1, Ordering::SeqCst);
+            let payload = json!({"rendered_prompt": format!("Prompt of {session}.")});
+            Json(json!({"events": [{"id": "1-0", "type": "PromptRendered", "payload": payload}]}))
+        };
+        let api = Router::new()
+            .route("/api/v1/issues/7/timeline", get(timeline))
+            .route("/api/v1/sessions/{session}/events", get(events));
+        let screen = Screen::for_test(api, "/console/issues/7");
+        let runs = RunsPart::read(&screen, "7", "").await;
+        assert_eq!(reads.load(Ordering::SeqCst), 1);
+        // Run 9 called no model.
+        let shown = runs.list(&screen).into_string();
+        assert!(shown.contains("Prompt of s-8."), "{shown}");
+        assert_eq!(shown.matches("Prompts, tool calls and answers of this run").count(), 7);
+        assert!(shown.contains("href=\"/console/sessions/s-7\">Prompts"), "{shown}");
     }
 }

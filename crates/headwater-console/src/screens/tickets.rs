@@ -9,7 +9,7 @@ use uuid::Uuid;
 use crate::api_client::Part;
 use crate::components::{
     ButtonStyle, ListOrder, Tone, action, badge, button, choices, empty, excerpt, facts, id, live,
-    matching, pager, problem, search_pager, table_with_order, time,
+    matching, pager, problem, search_pager, table_with_order, time, time_with_utc,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
@@ -77,7 +77,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
     }
     let content = html! {
         div.filters {
-            (choices(&screen, "status", &[("", "All"), ("open", "Open"), ("closed", "Closed"), (QUEUE, "Handed over")]))
+            (choices(&screen, "status", &[("", "All"), ("open", "Open"), ("closed", "Closed"), (QUEUE, "Handed over")], &FILTER))
             form.inline action="/console/tickets" {
                 @for name in ["status", "oldest_first"] {
                     @if !screen.query.get(name).is_empty() { input type="hidden" name=(name) value=(screen.query.get(name)); }
@@ -124,22 +124,22 @@ fn or_untitled(title: &str) -> &str {
 }
 
 pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Response {
-    let path = format!("/tickets/{}?provisional=true", encoded(&ticket_id));
+    let path = format!("/tickets/{}?provisional=true&newest=true", encoded(&ticket_id));
     let ticket = match screen.api.get(&path).await {
         Ok(ticket) => ticket,
         Err(error) => return screen.failed("Ticket", &error),
     };
     let issue = plain(&ticket["issue_id"]);
     let why_path = format!("/tickets/{}/why", encoded(&ticket_id));
-    let (why, runs, further) = tokio::join!(
+    let (why, runs, earlier) = tokio::join!(
         screen.api.get(&why_path),
         RunsPart::read(&screen, &issue, ""),
-        further_messages(&screen, &ticket_id)
+        earlier_messages(&screen, &ticket_id)
     );
     let content = html! {
         div.columns {
             section.wide aria-label="Conversation" {
-                (live("conversation", &conversation(&screen, &ticket, further.as_ref())))
+                (live("conversation", &conversation(&screen, &ticket, earlier.as_ref())))
                 (reply_form(&screen, &ticket))
                 h2 { "How each answer came about" }
                 (live("runs", &runs.list(&screen)))
@@ -161,33 +161,33 @@ pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Respo
     })
 }
 
-/// The messages that follow a position of a long conversation; `None` for its beginning, which is part of the ticket.
-async fn further_messages(screen: &Screen, ticket_id: &str) -> Option<Part> {
-    let cursor = screen.query.get("messages");
+/// The messages before a position of a long conversation; `None` for its end, which is part of the ticket.
+async fn earlier_messages(screen: &Screen, ticket_id: &str) -> Option<Part> {
+    let before = screen.query.get("before");
     let path = format!(
-        "/tickets/{}/messages?limit={MESSAGES}&cursor={}",
+        "/tickets/{}/messages?limit={MESSAGES}&before={}",
         encoded(ticket_id),
-        encoded(cursor)
+        encoded(before)
     );
-    if cursor.is_empty() { None } else { Some(screen.api.get(&path).await) }
+    if before.is_empty() { None } else { Some(screen.api.get(&path).await) }
 }
 
-fn conversation(screen: &Screen, ticket: &Value, further: Option<&Part>) -> Markup {
-    let page = match further {
+fn conversation(screen: &Screen, ticket: &Value, earlier: Option<&Part>) -> Markup {
+    let page = match earlier {
         None => ticket,
         Some(Ok(page)) => page,
         Some(Err(error)) => return problem("The messages", error, screen),
     };
-    let (path, next) = (screen.uri.path(), &page["next_cursor"]);
+    let (path, previous) = (screen.uri.path(), &page["previous_cursor"]);
     html! {
+        @if earlier.is_some() || !previous.is_null() {
+            nav.pager aria-label="Messages" {
+                @if !previous.is_null() { a href={ (path) "?before=" (encoded(&plain(previous))) } { "Earlier messages" } }
+                @if earlier.is_some() { a href=(path) { "Newest messages" } }
+            }
+        }
         ol.conversation {
             @for message in items(page, "messages") { (message_item(message)) }
-        }
-        @if further.is_some() || !next.is_null() {
-            nav.pager aria-label="Messages" {
-                @if further.is_some() { a href=(path) { "First messages" } }
-                @if !next.is_null() { a href={ (path) "?messages=" (encoded(&plain(next))) } { "Further messages" } }
-            }
         }
         @if let Some(provisional) = ticket["provisional"].as_str() {
             section aria-label="Provisional answer" {
@@ -204,7 +204,7 @@ fn message_item(message: &Value) -> Markup {
         li data-key=(field(message, "message_id")) class={ "from-" (if author == "user" { "user" } else { "desk" }) } {
             p.quiet {
                 strong { (match author { "user" => "User", "agent" => "Agent", "assistant" => "Assistant", other => other }) }
-                " · " (time(&message["created_at"]))
+                " · " (time_with_utc(&message["created_at"]))
             }
             (message_text(field(message, "content")))
         }
@@ -244,8 +244,8 @@ fn state(screen: &Screen, ticket: &Value, why: &Part) -> Markup {
         (facts(&[
             ("Status", status(ticket)),
             ("User", excerpt(&plain(&ticket["user_id"]))),
-            ("Opened", time(&ticket["created_at"])),
-            ("Updated", time(&ticket["updated_at"])),
+            ("Opened", time_with_utc(&ticket["created_at"])),
+            ("Updated", time_with_utc(&ticket["updated_at"])),
             ("Issue", html! { a href={ "/console/issues/" (issue) } { (id(&issue)) } }),
             ("Ticket", id(field(ticket, "ticket_id"))),
             ("Model", excerpt(&usage(&ticket["usage"]))),
@@ -289,7 +289,7 @@ fn hand_over(screen: &Screen, ticket: &Value, base: &str) -> Markup {
     html! {
         h2 { "Hand-over" }
         (facts(&[
-            ("Since", time(&ticket["handed_over_at"])),
+            ("Since", time_with_utc(&ticket["handed_over_at"])),
             ("Reason", or("hand_over_reason", "unknown")),
             ("Assignee", or("assignee", "nobody")),
         ]))

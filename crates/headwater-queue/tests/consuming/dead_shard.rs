@@ -611,6 +611,7 @@ async fn a_consumer_of_many_partitions_starts_without_a_dead_server() -> Result<
     let subscription = queue.subscribe(&many, GROUP, handler, ConsumerConfig::default()).await?;
     let took = start.elapsed();
     drop(subscription);
-    assert!(took < Duration::from_secs(20), "it took {took:?}");
+    // In turns, 64 at a time, they take over 40 s.
+    assert!(took < Duration::from_secs(30), "it took {took:?}");
     Ok(())
 }

@@ -8,7 +8,7 @@ use axum::extract::State;
 use futures_util::future::try_join_all;
 use headwater_queue::{
     Bound, DeadLetter, DeadLetterFilter, DeadLetterQuery, GroupView, Inspector, MessageQuery, Mode,
-    QueueError, StoredMessage,
+    Page, QueueError, StoredMessage,
 };
 use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
@@ -54,7 +54,7 @@ pub(crate) struct MessageWhyResponse {
     id: String,
     partition: u16,
     /// Of the group that needs attention most: `dead_letter`, `no_member`, `no_owner`, `waiting`, `released`,
-    /// `in_progress` or `settled`; `no_group` if no group reads the topic.
+    /// `in_progress`, `unknown` (settled, or a dead letter that was not looked at) or `settled`; `no_group` if no group reads the topic.
     reason: &'static str,
     /// Explanation with the next step.
     sentence: String,
@@ -96,7 +96,7 @@ async fn why(
     let in_group = groups.iter().map(|group| state_in(&inspect, &topic, group, partition, id));
     let known = try_join_all(in_group).await?;
     let mut states = Vec::new();
-    let mut letters: Option<Vec<DeadLetter>> = None;
+    let mut letters: Option<Page<DeadLetter>> = None;
     for (group, mut state) in groups.iter().zip(known) {
         if state.is_none() {
             if letters.is_none() {
@@ -106,16 +106,19 @@ async fn why(
                     ..DeadLetterFilter::default()
                 };
                 let query = DeadLetterQuery { filter, limit: LETTERS_MAX, ..Default::default() };
-                letters = Some(queue.dead_letters(&topic).await?.browse(&query).await?.items);
+                letters = Some(queue.dead_letters(&topic).await?.browse(&query).await?);
             }
             let is_this = |letter: &&DeadLetter| {
                 letter.original_id == Some(id) && letter.group.as_deref() == Some(&group.group)
             };
-            let letter = letters.iter().flatten().find(is_this);
+            let letter = letters.iter().flat_map(|page| &page.items).find(is_this);
             state = letter.map(|letter| MessageState::DeadLetter {
                 letter: letter.id,
                 reason: one_line(&letter.reason, REASON_BYTES_MAX),
             });
+            if letters.as_ref().is_some_and(|page| page.next.is_some()) {
+                state = state.or(Some(MessageState::Unknown));
+            }
         }
         let name = shown_group(&topic, &group.group).into_owned();
         states.push((name, state.unwrap_or(MessageState::Settled)));
@@ -192,12 +195,30 @@ async fn gone(
 /// What became of a message in one group. The first ones need attention most.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum MessageState {
-    DeadLetter { letter: EntryId, reason: String },
-    NoMember { lag: Option<u64> },
-    NoOwner { lag: Option<u64> },
-    Waiting { lag: Option<u64>, owner: Option<String> },
-    Released { deliveries: u64 },
-    InProgress { consumer: String, seconds: u64, deliveries: u64 },
+    DeadLetter {
+        letter: EntryId,
+        reason: String,
+    },
+    NoMember {
+        lag: Option<u64>,
+    },
+    NoOwner {
+        lag: Option<u64>,
+    },
+    Waiting {
+        lag: Option<u64>,
+        owner: Option<String>,
+    },
+    Released {
+        deliveries: u64,
+    },
+    InProgress {
+        consumer: String,
+        seconds: u64,
+        deliveries: u64,
+    },
+    /// Settled, or a dead letter beyond those that were looked at.
+    Unknown,
     Settled,
 }
 
@@ -227,6 +248,7 @@ impl MessageState {
             Self::Waiting { .. } => "waiting",
             Self::Released { .. } => "released",
             Self::InProgress { .. } => "in_progress",
+            Self::Unknown => "unknown",
             Self::Settled => "settled",
         }
     }
@@ -261,6 +283,9 @@ impl MessageState {
                 "delivered {}, to {consumer} {seconds} s ago, and not settled yet",
                 times(deliveries)
             ),
+            Self::Unknown => format!(
+                "unknown: settled, or a dead letter beyond the {LETTERS_MAX} that were looked at"
+            ),
             Self::Settled => {
                 "settled: it was processed, or its retry is a newer message".to_owned()
             }
@@ -272,6 +297,7 @@ impl MessageState {
         match self {
             Self::DeadLetter { letter, .. } => format!("headwater dlq replay {topic} {letter}"),
             Self::NoMember { .. } => format!("headwater consume {topic} --group {group}"),
+            Self::Unknown => format!("headwater dlq list {topic}"),
             Self::NoOwner { .. } | Self::Waiting { .. } | Self::Settled => {
                 format!("headwater group describe {topic} {group}")
             }
@@ -292,6 +318,7 @@ impl MessageState {
             Self::Released { .. } | Self::InProgress { .. } => {
                 format!("`{command}` shows what is pending")
             }
+            Self::Unknown => format!("`{command}` shows all dead letters"),
             Self::Settled => format!("`{command}` shows the group"),
         }
     }

@@ -14,15 +14,16 @@ use headwater_issue::limits::OLDEST_WAIT_ISSUES;
 use headwater_issue::{Backlog, WorkerInfo};
 use headwater_queue::{Queue, QueueError, read_each};
 use headwater_stream::clock::{Clock, SystemClock};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tokio::time::{Instant, timeout, timeout_at};
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::Operations;
 use crate::api::dto::milliseconds;
 use crate::http::body::JsonResult;
+use crate::http::extract::QueryParams;
 use crate::server::app_state::App;
 
 /// Time for each dependency.
@@ -35,6 +36,9 @@ const _: () = assert!(TOPICS_TIMEOUT.as_millis() < DEPENDENCY_TIMEOUT.as_millis(
 /// Maximum topics read, and how many at a time.
 const TOPICS_MAX: usize = 100;
 const TOPICS_AT_ONCE: usize = 8;
+
+/// Name of the stream backend among the dependencies.
+const STREAMS: &str = "Streams";
 
 /// A reply that waits longer than this is a problem.
 const OUTBOX_LAG_MAX: Duration = Duration::from_secs(60);
@@ -57,7 +61,7 @@ pub(crate) struct OverviewResponse {
     issues: Option<OverviewIssues>,
     outbox: Option<OverviewOutbox>,
     workers: Option<OverviewWorkers>,
-    /// `null` if the stream backend did not answer.
+    /// `null` if the stream backend did not answer, or was not asked.
     topics: Option<OverviewTopics>,
     /// Tokens of today; `null` if the database did not answer.
     tokens: Option<OverviewTokens>,
@@ -141,12 +145,23 @@ pub(crate) struct OverviewTokens {
     max: u64,
 }
 
+/// What to read.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct OverviewQuery {
+    /// Whether to read the topics: true by default. Without them, the stream backend is not asked and not among the dependencies.
+    topics: Option<bool>,
+}
+
 /// Summarize the state of the installation.
-#[utoipa::path(get, path = "/overview", tag = "console", responses((status = 200, body = OverviewResponse)))]
+#[utoipa::path(get, path = "/overview", tag = "console", params(OverviewQuery), responses((status = 200, body = OverviewResponse)))]
 async fn overview(
     State(app): State<App>,
     Extension(operations): Extension<Operations>,
+    QueryParams(query): QueryParams<OverviewQuery>,
 ) -> JsonResult<OverviewResponse> {
+    let with_topics = query.topics.unwrap_or(true);
     let store = Arc::clone(&app.store);
     // On a task of its own: a query is not dropped half-way.
     let reading = tokio::spawn(async move { tokio::try_join!(store.backlog(), store.workers()) });
@@ -154,7 +169,12 @@ async fn overview(
     let tokens = tokio::spawn(async move { for_tokens.tickets.tokens_of_day().await });
     let (of_database, of_streams, tokens) = tokio::join!(
         timeout(DEPENDENCY_TIMEOUT, reading),
-        timeout(DEPENDENCY_TIMEOUT, sum_topics(operations.queue())),
+        async {
+            match with_topics {
+                true => timeout(DEPENDENCY_TIMEOUT, sum_topics(operations.queue())).await,
+                false => Ok(Ok(OverviewTopics::default())),
+            }
+        },
         timeout(DEPENDENCY_TIMEOUT, tokens)
     );
     let tokens = match tokens {
@@ -184,7 +204,12 @@ async fn overview(
         app.streams.describe().kind.to_string(),
     ];
     let tokens = tokens.filter(|_| of_database.is_ok());
-    Ok(Json(OverviewResponse { tokens, ..summarize(of_database, of_streams, kinds) }))
+    let mut found = OverviewResponse { tokens, ..summarize(of_database, of_streams, kinds) };
+    if !with_topics {
+        found.topics = None;
+        found.dependencies.retain(|dependency| dependency.name != STREAMS);
+    }
+    Ok(Json(found))
 }
 
 async fn sum_topics(queue: &Queue) -> Result<OverviewTopics, QueueError> {
@@ -341,7 +366,7 @@ fn summarize(
         verdict,
         dependencies: vec![
             dependency("Database", database, of_database.as_ref().err()),
-            dependency("Streams", streams, of_streams.as_ref().err()),
+            dependency(STREAMS, streams, of_streams.as_ref().err()),
         ],
         issues: read.map(|(backlog, _)| OverviewIssues {
             queued: backlog.queued,

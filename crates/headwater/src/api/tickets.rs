@@ -257,6 +257,8 @@ async fn search(
 struct TicketMessagesQuery {
     /// `next_cursor` of the previous page.
     cursor: Option<i64>,
+    /// `previous_cursor` of a later page: the newest messages before it, oldest first. Not together with `cursor`.
+    before: Option<i64>,
     /// Maximum number: 50 by default, 200 at most.
     limit: Option<usize>,
 }
@@ -269,9 +271,11 @@ struct TicketShowQuery {
     /// Also the text so far of the answer that the model is writing, for callers that ask every second. Others use
     /// `/tickets/{id}/events`.
     provisional: Option<bool>,
+    /// The newest messages instead of the first ones.
+    newest: Option<bool>,
 }
 
-/// A ticket with its first messages.
+/// A ticket with its first or newest messages.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TicketResponse {
     #[serde(flatten)]
@@ -283,9 +287,12 @@ pub(crate) struct TicketResponse {
     messages: Vec<TicketMessageDto>,
     /// Cursor of further messages: pass it to `/messages`.
     next_cursor: Option<i64>,
+    /// With `newest=true`: cursor of earlier messages, or `null`: pass it to `/messages` as `before`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    previous_cursor: Option<i64>,
 }
 
-/// Show a ticket with its first messages.
+/// Show a ticket with its first or newest messages.
 #[utoipa::path(get, path = "/tickets/{id}", tag = "tickets", params(("id" = Uuid, Path), TicketShowQuery),
     responses((status = 200, body = TicketResponse), (status = 404)))]
 async fn show(
@@ -294,9 +301,15 @@ async fn show(
     QueryParams(query): QueryParams<TicketShowQuery>,
 ) -> JsonResult<TicketResponse> {
     let ticket = app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
-    let (page, usage) =
-        tokio::join!(message_page(&app, id, 0, PAGE_MAX), app.tickets.issue_usage(ticket.issue_id));
-    let (TicketMessagePage { messages, next_cursor }, usage) = (page?, usage?.into());
+    let read = async {
+        match query.newest {
+            Some(true) => earlier_messages(&app, id, i64::MAX, PAGE_MAX).await,
+            _ => message_page(&app, id, 0, PAGE_MAX).await,
+        }
+    };
+    let (page, usage) = tokio::join!(read, app.tickets.issue_usage(ticket.issue_id));
+    let (page, usage) = (page?, usage?.into());
+    let TicketMessagePage { messages, next_cursor, previous_cursor } = page;
     let ticket = ticket_to_dto(&ticket);
     let is_shown = query.provisional.unwrap_or_default();
     let provisional = is_shown.then(|| app.provisional.peek(id)).flatten();
@@ -305,7 +318,7 @@ async fn show(
         messages.iter().any(|message| message.message_id == found.message_id)
     };
     let provisional = provisional.filter(|found| !is_posted(found)).and_then(|found| found.content);
-    Ok(Json(TicketResponse { ticket, usage, provisional, messages, next_cursor }))
+    Ok(Json(TicketResponse { ticket, usage, provisional, messages, next_cursor, previous_cursor }))
 }
 
 /// A page of messages.
@@ -314,6 +327,9 @@ pub(crate) struct TicketMessagePage {
     messages: Vec<TicketMessageDto>,
     /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
+    /// With `before`: cursor of earlier messages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    previous_cursor: Option<i64>,
 }
 
 /// List the messages of a ticket, oldest first.
@@ -326,7 +342,14 @@ async fn messages(
 ) -> JsonResult<TicketMessagePage> {
     app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
-    message_page(&app, id, query.cursor.unwrap_or(0), limit).await.map(Json)
+    let page = match (query.cursor, query.before) {
+        (Some(_), Some(_)) => {
+            return Err(ApiError::invalid("give `cursor` or `before`, not both"));
+        }
+        (None, Some(before)) => earlier_messages(&app, id, before, limit).await,
+        (cursor, None) => message_page(&app, id, cursor.unwrap_or(0), limit).await,
+    };
+    page.map(Json)
 }
 
 async fn message_page(
@@ -341,6 +364,27 @@ async fn message_page(
     Ok(TicketMessagePage {
         messages: messages.iter().map(message_to_dto).collect(),
         next_cursor: next,
+        previous_cursor: None,
+    })
+}
+
+/// The newest messages before a sequence number, oldest first.
+async fn earlier_messages(
+    app: &App,
+    id: Uuid,
+    before: i64,
+    limit: usize,
+) -> Result<TicketMessagePage, ApiError> {
+    // One more, to know whether there are earlier ones.
+    let mut messages = app.tickets.messages_before(id, before, limit + 1).await?;
+    let has_earlier = messages.len() > limit;
+    messages.drain(..messages.len().saturating_sub(limit));
+    let previous = messages.first().filter(|_| has_earlier).map(|message| message.seq);
+    sort_imported(&mut messages, |message| message.entry.clone());
+    Ok(TicketMessagePage {
+        messages: messages.iter().map(message_to_dto).collect(),
+        next_cursor: None,
+        previous_cursor: previous,
     })
 }
 

@@ -68,7 +68,7 @@ pub(super) async fn record(
         return Ok(next.run(request).await);
     }
     match log.open().await? {
-        Some(audit) => audit::record(State(Arc::clone(audit)), request, next).await,
+        Some(audit) => Ok(audit::record(State(Arc::clone(audit)), request, next).await),
         None => Ok(next.run(request).await),
     }
 }

@@ -11,8 +11,8 @@ use axum::http::{Extensions, HeaderMap, Method, StatusCode, Version, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::{get, post};
-use axum::{Form, Router};
-use headwater_console::{ConsoleRole, ConsoleUser, error_page, login_page};
+use axum::{Extension, Form, Router};
+use headwater_console::{ConsoleRole, ConsoleUser, NotBegun, error_page, login_page};
 use headwater_stream::clock::{Clock, SystemClock};
 use serde::Deserialize;
 use std::sync::Arc;
@@ -20,6 +20,7 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use crate::config::Role;
+use crate::http::audit::ChangeBegun;
 use crate::http::auth::{self, Principal, is_read_only};
 use crate::http::client_address::{ClientAddress, client_of};
 use crate::http::console_session::{presented_cookie, set_cookie};
@@ -52,16 +53,28 @@ pub(super) fn routes(server: &HttpServer, api: Router<HttpServer>) -> Router<Htt
         .with_state(())
 }
 
-/// Middleware: answers at once while the database is unavailable, instead of waiting for a connection.
-async fn fail_fast(State(server): State<HttpServer>, request: Request, next: Next) -> Response {
-    if !timeouts::needs_database(request.uri().path()) {
+/// Middleware: answers at once while the database is unavailable, instead of waiting for a connection. Says whether a change has begun.
+async fn fail_fast(State(server): State<HttpServer>, mut request: Request, next: Next) -> Response {
+    let needs_database = timeouts::needs_database(request.uri().path());
+    // The entry in the audit log needs the database, although the change may not.
+    if !needs_database && !audit::is_recorded(&request) {
         return next.run(request).await;
     }
+    let begun = ChangeBegun::default();
+    request.extensions_mut().insert(begun.clone());
+    let cut_off = async {
+        server.database.wait_unavailable().await;
+        if !needs_database && begun.is_set() {
+            std::future::pending::<()>().await;
+        }
+    };
     tokio::select! {
         biased;
         response = next.run(request) => response,
-        () = server.database.wait_unavailable() => {
-            ApiError::unavailable("database refuses connections; try again later").into_response()
+        () = cut_off => {
+            let refusal = ApiError::unavailable("database refuses connections; try again later");
+            let mark = (!begun.is_set()).then_some(Extension(NotBegun));
+            (mark, refusal).into_response()
         }
     }
 }

@@ -245,6 +245,21 @@ impl Tickets {
         .await
     }
 
+    /// At most `limit` messages of a ticket with a sequence number below `before`: the newest of them, in order.
+    pub async fn messages_before(
+        &self,
+        ticket_id: Uuid,
+        before: i64,
+        limit: usize,
+    ) -> Result<Vec<TicketMessage>, TicketError> {
+        self.read(async |connection| {
+            // One more than a page, to know whether there are earlier ones.
+            let limit = i64::try_from(limit.clamp(1, PAGE_MAX + 1)).unwrap_or(1);
+            statements::messages_before(connection, ticket_id, before, limit).await
+        })
+        .await
+    }
+
     /// One page of tickets, newest first.
     pub async fn list(
         &self,

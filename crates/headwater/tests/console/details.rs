@@ -22,14 +22,22 @@ async fn long_conversations_files_of_sessions_and_messages_that_are_gone() -> Re
     );
     fixture.database.query(&insert)?;
     let shown = reader.open(&format!("/console/tickets/{}", data.ticket)).await?;
-    ensure!(shown.contains("note number 198") && !shown.contains("note number 199"), "{shown}");
-    reader.click("Further messages").await?;
-    reader.until_shown("note number 205").await?;
+    // The newest ones, which an agent answers.
+    ensure!(shown.contains("note number 6\n") && !shown.contains("note number 5\n"), "{shown}");
+    ensure!(shown.contains("note number 205"), "{shown}");
+    reader.click("Earlier messages").await?;
+    reader.until_shown("note number 5\n").await?;
     let shown = reader.text().await?;
-    ensure!(!shown.contains("note number 198") && !shown.contains("Further messages"), "{shown}");
-    reader.must_be_accessible("the end of a long conversation").await?;
-    reader.click("First messages").await?;
-    reader.until_shown("note number 198").await?;
+    ensure!(!shown.contains("note number 6\n") && !shown.contains("Earlier messages"), "{shown}");
+    ensure!(shown.contains("Since yesterday."), "{shown}");
+    reader.must_be_accessible("the beginning of a long conversation").await?;
+    reader.click("Newest messages").await?;
+    reader.until_shown("note number 205").await?;
+    let path = format!("/api/v1/tickets/{}/messages", data.ticket);
+    let (status, both) = server.get(&format!("{path}?cursor=1&before=9")).await?;
+    ensure!(status == 400, "{both}");
+    let (_, none) = server.get(&format!("{path}?before=1")).await?;
+    ensure!(none == json!({"messages": [], "next_cursor": null}), "{none}");
 
     // A session as a file, which can be imported again.
     reader.open(&format!("/console/sessions/{}", data.session)).await?;

@@ -316,7 +316,9 @@ impl Reader {
 
     /// Clicks the first button or link with this label.
     pub(crate) async fn click(&self, label: &str) -> Result<()> {
-        let xpath = format!("//*[self::button or self::a][normalize-space(.)='{label}']");
+        // Not one that scripts would show.
+        let xpath =
+            format!("//*[self::button or self::a][normalize-space(.)='{label}'][not(@hidden)]");
         self.find_xpath(&xpath).await?.click().await.with_context(|| label.to_owned())
     }
 

@@ -4,12 +4,13 @@ use anyhow::{Result, ensure};
 use headwater_testkit::BrowserScripts;
 use serde_json::Value;
 
-use crate::fixture::{ConsoleFixture, Reader};
+use crate::fixture::{ConsoleData, ConsoleFixture, Reader};
 use crate::screens::{with_data, with_desk_data};
 
 const TAB: char = '\u{e004}';
 const ENTER: char = '\u{e007}';
 const SPACE: &str = " ";
+const ESCAPE: &str = "\u{e00c}";
 
 /// Controls of a page at most, so that one round with Tab ends.
 const CONTROLS_MAX: usize = 400;
@@ -60,6 +61,52 @@ async fn press_on(reader: &Reader, label: &str, key: &str) -> Result<()> {
         }
     }
     anyhow::bail!("`{label}` is not reached with Tab")
+}
+
+/// `j` on items that are no rows of a table; Esc; and, on the page of help, the choices of this browser.
+async fn items_and_preferences(reader: &Reader, data: &ConsoleData) -> Result<()> {
+    let choose = "const choice = document.getElementById('theme'); choice.value = 'dark'; choice.dispatchEvent(new Event('change'));
+        document.getElementById('no-keys').click()";
+    reader.driver().execute(choose).await?;
+    for path in ["/console/help", "/console/outbox"] {
+        reader.open(path).await?;
+        let theme =
+            reader.driver().execute("return document.documentElement.dataset.theme").await?;
+        ensure!(theme == "dark", "{path}: {theme}");
+        reader.driver().press("/").await?;
+        let focused = reader.driver().execute("return document.activeElement.id").await?;
+        ensure!(focused != "search", "single keys are off");
+        let is_hidden = "return !document.getElementById('pause').checkVisibility()";
+        let is_hidden = reader.driver().execute(is_hidden).await? == true;
+        ensure!(is_hidden == (path == "/console/help"), "{path}: only a live page is paused");
+    }
+    reader.driver().execute("localStorage.clear()").await?;
+
+    for (path, item) in [
+        (format!("/console/sessions/{}", data.session), "details.item > summary"),
+        ("/console/tail?topic=orders".to_owned(), ".line a"),
+        ("/console/drafts".to_owned(), "section.item a"),
+    ] {
+        reader.open(&path).await?;
+        reader.driver().press("j").await?;
+        let first =
+            format!("return document.activeElement === document.querySelector('main {item}')");
+        ensure!(reader.driver().execute(&first).await? == true, "{path}: `j` moves to {item}");
+    }
+    reader.driver().press("/").await?;
+    reader.until("return document.activeElement.id === 'search'").await?;
+    reader.driver().press(ESCAPE).await?;
+    reader.until("return document.activeElement === document.body").await?;
+
+    // Back from the page cache, a form that was sent can be sent again.
+    let sent = "const form = document.querySelector('main form.stacked');
+        form.addEventListener('submit', event => event.preventDefault());
+        window.button = form.querySelector('button'); window.button.click()";
+    reader.driver().execute(sent).await?;
+    reader.until("return window.button.disabled").await?;
+    let back = "dispatchEvent(new PageTransitionEvent('pageshow', {persisted: true})); return window.button.disabled";
+    ensure!(reader.driver().execute(back).await? == false, "the button stays disabled");
+    Ok(())
 }
 
 #[tokio::test]
@@ -122,6 +169,7 @@ async fn every_control_is_reached_with_tab_and_actions_are_done_by_keyboard() ->
     reader.until_shown("is paused").await?;
     reader.driver().press("?").await?;
     reader.until_shown("Switch single keys off").await?;
+    items_and_preferences(&reader, &data).await?;
     reader.must_be_clean(&[]).await?;
     reader.browser.quit().await
 }

@@ -78,7 +78,7 @@ async fn live_connections(server: &Server, count: usize) -> Result<Vec<reqwest::
     let mut open = Vec::new();
     for _ in 0..count {
         let response =
-            server.client.get(server.url("/console/live?of=%2Fconsole%2Fhelp")).send().await?;
+            server.client.get(server.url("/console/live?of=%2Fconsole%2Fwebhooks")).send().await?;
         ensure!(response.status() == 200, "{response:?}");
         open.push(response);
     }

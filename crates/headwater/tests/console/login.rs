@@ -80,7 +80,19 @@ async fn a_browser_logs_in_sees_its_role_and_logs_out() -> Result<()> {
     reader.until_shown("Log in").await?;
     reader.open("/console").await?;
     ensure!(reader.path().await?.starts_with("/console/login"), "{}", reader.path().await?);
-    reader.must_be_clean(&["status of 401"]).await?;
+
+    // The login ends while a page is open.
+    reader.fill("token", "reader-token-of-ann").await?;
+    reader.click("Log in").await?;
+    reader.until_shown("Live").await?;
+    let log_out = "fetch('/console/logout', {method: 'POST'}).then(() => { window.isOut = true })";
+    reader.driver().execute(log_out).await?;
+    reader.until("return window.isOut === true").await?;
+    reader.click("Pause").await?;
+    reader.until_shown("Paused").await?;
+    reader.click("Resume").await?;
+    reader.until_shown("Logged out: reload to log in").await?;
+    reader.must_be_clean(&["status of 401", "MIME type"]).await?;
     reader.browser.quit().await
 }
 

@@ -12,6 +12,7 @@ mod actions;
 mod commands;
 mod counts;
 mod details;
+mod failed_actions;
 mod fixture;
 mod hostile;
 mod keyboard;

@@ -121,7 +121,12 @@ async fn five_tasks_take_a_newcomer_at_most_six_clicks_and_a_minute_each() -> Re
     newcomer.click("Audit").await?;
     reader.fill("path", "purge").await?;
     newcomer.click("Filter").await?;
-    reader.until("return location.search.includes('path=purge')").await?;
+    // The whole list has it, too.
+    reader
+        .until(
+            "return location.search.includes('path=purge') && document.readyState === 'complete'",
+        )
+        .await?;
     reader.until_shown("/dead-letters/purge").await?;
     let found = "return [...document.querySelectorAll('main tbody tr')].map(row => row.querySelector('th').innerText).join()";
     let found = reader.driver().execute(found).await?;

@@ -71,6 +71,9 @@ async fn a_run_is_shown_from_its_event_to_its_delivery() -> Result<()> {
         "{listed}"
     );
 
+    let newest = server.until(&path, is_whole).await?;
+    let steps = newest["runs"][0]["models"][0]["session"].as_str().context("a session")?;
+    server.until(&format!("/api/v1/sessions/{steps}"), |status, _| status == 200).await?;
     // Without scripts, on both screens.
     let reader = Reader::start(&server, BrowserScripts::Off).await?;
     for screen in [
@@ -87,13 +90,17 @@ async fn a_run_is_shown_from_its_event_to_its_delivery() -> Result<()> {
             "after a wait of",
             "the built-in prompt",
             "tokens in",
-            "Answer of the model",
+            "Prompts, tool calls and answers of this run",
             "Ended after",
             "Reply",
             "posted",
         ] {
             ensure!(shown.contains(part), "{screen} does not show {part:?}:\n{shown}");
         }
+        // Only the newest run has the steps of its session.
+        reader.find("details[data-key=run-3] summary").await?.click().await?;
+        let shown = reader.find("details[data-key=run-3]").await?.text().await?;
+        ensure!(shown.contains("Answer of the model"), "{screen}:\n{shown}");
     }
     reader.must_be_clean(&[]).await?;
     reader.browser.quit().await

@@ -13,14 +13,16 @@
 mod sql;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::header;
 use axum::middleware::Next;
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures_util::{StreamExt, stream};
+use headwater_console::NotBegun;
 use headwater_issue::{IssueError, IssueId, Store};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_stream::{Coalescer, CoalescerConfig};
@@ -131,6 +133,20 @@ impl DryRun {
     /// The mark of a response, if it is one to a dry run.
     pub(crate) fn mark(is_dry_run: bool) -> Option<Extension<Self>> {
         is_dry_run.then_some(Extension(Self))
+    }
+}
+
+/// Whether a change has begun: an extension of a request, for middleware that may drop the request before that.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ChangeBegun(Arc<AtomicBool>);
+
+impl ChangeBegun {
+    fn set(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    pub(super) fn is_set(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
     }
 }
 
@@ -254,22 +270,28 @@ pub(crate) async fn record(
     State(audit): State<Arc<AuditLog>>,
     request: Request,
     next: Next,
-) -> Result<Response, ApiError> {
+) -> Response {
+    let begun = request.extensions().get::<ChangeBegun>().cloned().unwrap_or_default();
     if !is_recorded(&request) {
-        return Ok(next.run(request).await);
+        begun.set();
+        return next.run(request).await;
     }
-    let id = audit.begin(entry(&request)).await?;
+    let id = match audit.begin(entry(&request)).await {
+        Ok(id) => id,
+        Err(error) => return (Extension(NotBegun), error).into_response(),
+    };
+    begun.set();
     let response = next.run(request).await;
     if response.extensions().get::<DryRun>().is_some() {
         audit.remove(id).await;
-        return Ok(response);
+        return response;
     }
     let status = response.status().as_u16();
     if is_ndjson(&response) {
-        return Ok(response.map(|body| finish_with_body(body, audit, id, status)));
+        return response.map(|body| finish_with_body(body, audit, id, status));
     }
     audit.end(id, status).await;
-    Ok(response)
+    response
 }
 
 /// Whether a request belongs into the audit log.

@@ -387,6 +387,22 @@ pub(crate) async fn messages(
     list(connection, "messages", select, &parameters, read_message).await
 }
 
+/// The newest messages before a sequence number, in order.
+pub(crate) async fn messages_before(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+    before: i64,
+    limit: i64,
+) -> Result<Vec<TicketMessage>, TicketError> {
+    let select =
+        select_message!("WHERE ticket_id = $1::text::uuid AND seq < $2 ORDER BY seq DESC LIMIT $3");
+    let id = ticket_id.to_string();
+    let parameters = [(&id).into(), before.into(), limit.into()];
+    let mut found = list(connection, "messages", select, &parameters, read_message).await?;
+    found.reverse();
+    Ok(found)
+}
+
 /// Tokens counted against the budgets of an issue, a day, an author and all strangers, from one snapshot.
 pub(crate) async fn token_usage(
     connection: StoreConnection<'_>,
