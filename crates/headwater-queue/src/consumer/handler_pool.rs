@@ -154,7 +154,7 @@ impl HandlerPool {
         let tasks_max =
             if state.is_quick() { concurrency.min(self.quick_tasks_max) } else { concurrency };
         let missing = tasks_max.saturating_sub(state.workers).min(state.waiting.len());
-        if missing == 0 || !self.may_start(state) {
+        if missing == 0 || !self.may_start(state) || !self.is_lease_valid() {
             return;
         }
         while state.tasks.try_join_next().is_some() {}
@@ -164,10 +164,16 @@ impl HandlerPool {
         }
     }
 
-    /// Whether a handler may start. Never after the lease ran out: side effects of a handler are not fenced.
+    /// Whether a handler may start.
     fn may_start(&self, state: &PoolState) -> bool {
         let is_paused = self.context.subscription.is_paused() && !state.ignores_pause;
-        !state.is_closed && !is_paused && self.context.lease.is_valid()
+        !state.is_closed && !is_paused
+    }
+
+    /// Whether the lease is valid. No handler starts after it ran out: side effects of a handler are not fenced. Reads several
+    /// clocks, so a task asks before it locks the pool for its next message.
+    fn is_lease_valid(&self) -> bool {
+        self.context.lease.is_valid()
     }
 
     /// Takes back the messages that no handler has started.
@@ -198,20 +204,26 @@ impl HandlerPool {
     /// Handles messages until none is left.
     async fn work(self: Arc<Self>) {
         let mut handled = 0_u32;
-        let mut step = self.next(&mut self.lock(), false);
+        let mut step = self.next(false);
+        // The end of one handler is the start of the next, if nothing comes in between: reading a clock takes time, too.
+        let mut now = Instant::now();
         loop {
             let message = match step {
                 WorkerStep::Handle(message) => message,
                 WorkerStep::Linger => {
                     yield_to_queue().await;
-                    step = self.next(&mut self.lock(), true);
+                    step = self.next(true);
+                    now = Instant::now();
                     continue;
                 }
                 WorkerStep::End => return,
             };
-            let (disposition, took) = self.handle(&message).await;
+            let started = now;
+            let (disposition, ended) = self.handle(&message, started).await;
+            now = ended.unwrap_or(started);
+            let took = ended.map(|ended| ended - started);
             let finished = FinishedMessage { id: message.delivery.id, disposition, took };
-            let (next, is_reported) = self.finish(finished);
+            let (next, is_reported) = self.finish(finished, now);
             step = next;
             handled += 1;
             // Tokio keeps the task that was woken last in the LIFO slot of this thread, where it cannot be stolen. It
@@ -219,14 +231,26 @@ impl HandlerPool {
             if is_reported || handled.is_multiple_of(YIELD_EVERY) {
                 yield_to_queue().await;
                 if matches!(step, WorkerStep::Linger) {
-                    step = self.next(&mut self.lock(), true);
+                    step = self.next(true);
                 }
+                now = Instant::now();
             }
         }
     }
 
-    fn next(&self, state: &mut PoolState, has_lingered: bool) -> WorkerStep {
-        if self.may_start(state)
+    fn next(&self, has_lingered: bool) -> WorkerStep {
+        let is_lease_valid = self.is_lease_valid();
+        self.next_of(&mut self.lock(), is_lease_valid, has_lingered)
+    }
+
+    fn next_of(
+        &self,
+        state: &mut PoolState,
+        is_lease_valid: bool,
+        has_lingered: bool,
+    ) -> WorkerStep {
+        if is_lease_valid
+            && self.may_start(state)
             && let Some(message) = state.waiting.pop_front()
         {
             return WorkerStep::Handle(message);
@@ -238,13 +262,14 @@ impl HandlerPool {
         WorkerStep::End
     }
 
-    /// Records a finished message. Returns the next step, and whether the driver was woken.
-    fn finish(self: &Arc<Self>, finished: FinishedMessage) -> (WorkerStep, bool) {
+    /// Records a message that finished now. Returns the next step, and whether the driver was woken.
+    fn finish(self: &Arc<Self>, finished: FinishedMessage, now: Instant) -> (WorkerStep, bool) {
         let is_slow = finished.took.is_some_and(|took| took >= SLOW_HANDLER);
         let is_quick = finished.took.is_none_or(|took| took < QUICK_HANDLER);
+        let is_lease_valid = self.is_lease_valid();
         let mut state = self.lock();
         state.finished.push(finished);
-        let next = self.next(&mut state, false);
+        let next = self.next_of(&mut state, is_lease_valid, false);
         state.handled += 1;
         if is_quick {
             state.quick_in_a_row = state.quick_in_a_row.saturating_add(1);
@@ -254,10 +279,10 @@ impl HandlerPool {
         let count = state.finished.len();
         let is_due = match state.oldest_finished {
             None => {
-                state.oldest_finished = Some(Instant::now());
+                state.oldest_finished = Some(now);
                 false
             }
-            Some(oldest) => count.is_multiple_of(16) && oldest.elapsed() >= REPORT_AFTER,
+            Some(oldest) => count.is_multiple_of(16) && now - oldest >= REPORT_AFTER,
         };
         let is_last = !matches!(next, WorkerStep::Handle(_));
         let should_report = is_last || is_slow || is_due || count.is_multiple_of(REPORT_BATCH);
@@ -288,8 +313,12 @@ impl HandlerPool {
         }
     }
 
-    /// Handles one message. Returns its disposition and how long the handler took; `None` if the handler was not called.
-    async fn handle(self: &Arc<Self>, item: &InFlightMessage) -> (Disposition, Option<Duration>) {
+    /// Handles one message, which starts now. Returns its disposition and when the handler ended; `None` if it was not called.
+    async fn handle(
+        self: &Arc<Self>,
+        item: &InFlightMessage,
+        started: Instant,
+    ) -> (Disposition, Option<Instant>) {
         let context = &self.context;
         let message = match context.policy.accept(item) {
             Ok(message) => message,
@@ -310,9 +339,8 @@ impl HandlerPool {
             }
         };
         let (sent_at, attempt) = (message.sent_at, message.attempt);
-        let started = Instant::now();
         let outcome = self.call_handler(message, started).await;
-        let took = started.elapsed();
+        let ended = Instant::now();
         context.metrics.record_end_to_end(SystemClock.now().since(sent_at));
         let disposition = match outcome {
             // The common case does not parse the message again.
@@ -325,7 +353,7 @@ impl HandlerPool {
                 context.policy.decide(item, outcome)
             }
         };
-        (disposition, Some(took))
+        (disposition, Some(ended))
     }
 
     /// Calls the handler; a panic becomes [`Outcome::Retry`].
@@ -334,7 +362,7 @@ impl HandlerPool {
         let bridge = subscription.trace.as_deref();
         let TracedSpan { span, context } =
             trace::handle_span(bridge, &message, &subscription.group);
-        let handler = Arc::clone(&subscription.handler);
+        let handler = &subscription.handler;
         // The call itself is inside: it may panic before it returns a future.
         let handling = trace::with_context(context, async move { handler.handle(message).await });
         let handling = AssertUnwindSafe(handling).catch_unwind();
