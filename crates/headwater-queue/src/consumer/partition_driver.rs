@@ -399,9 +399,11 @@ impl PartitionDriver {
     fn report(&self, report: PartitionReport) {
         let (metrics, stream) = (&self.context.metrics, &self.context.policy.stream);
         match report {
-            PartitionReport::Handled(result, took) => {
-                metrics.record_result(result, took);
-                self.context.subscription.count(result);
+            PartitionReport::Handled(all) => {
+                for (result, took) in all {
+                    metrics.record_result(result, took);
+                    self.context.subscription.count(result);
+                }
             }
             PartitionReport::Reclaimed(entries) => {
                 info!(%stream, consumer = %self.context.consumer_name, entries, "reclaimed pending entries");
