@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::sync::LazyLock;
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
@@ -163,7 +164,7 @@ impl OutgoingMessage {
     }
 
     /// Calls `take` with its own fields before the shared ones, the shared fields, and its own fields after them.
-    fn with_parts<T>(
+    pub(crate) fn with_parts<T>(
         &self,
         partition_fields: &PartitionFields,
         timestamp: &Bytes,
@@ -204,7 +205,8 @@ impl OutgoingMessage {
                 count += 1;
             }
         }
-        take(&fields[..count], &Fields::default(), &[])
+        static NOT_SHARED: LazyLock<Fields> = LazyLock::new(Fields::default);
+        take(&fields[..count], &NOT_SHARED, &[])
     }
 }
 

@@ -17,6 +17,7 @@ mod topic_cache;
 use std::fmt;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use headwater_stream::{EntryId, Fields, StreamError};
 use metrics::counter;
 use tokio::time::{Instant, timeout_at};
@@ -29,7 +30,7 @@ use self::timestamp::TimestampCache;
 use self::topic_cache::{CachedTopic, TopicCache};
 use crate::config::ProducerConfig;
 use crate::error::{QueueError, Result};
-use crate::message::{NewMessage, OutgoingMessage};
+use crate::message::{NewMessage, OutgoingMessage, PartitionFields};
 use crate::metrics::ANOMALIES;
 use crate::queue::{Queue, UseExpired};
 use crate::topic::Partition;
@@ -135,10 +136,18 @@ impl Producer {
         let partition = self.resolve_partition(cached, &message)?;
         let traced =
             trace::send_span(self.bridge(), &cached.topic.name, Some(partition), &message.headers);
-        let now = self.inner.timestamps.now();
         let (idempotency_key, outgoing) = self.split(cached, message, partition, traced.context)?;
-        let fields = outgoing.encode(&cached.partition(partition).partition_fields, &now);
+        let partition_fields = &cached.partition(partition).partition_fields;
+        let fields = outgoing.encode(partition_fields, &self.timestamp(partition_fields));
         Ok((PreparedMessage { partition, idempotency_key, fields }, traced.span))
+    }
+
+    /// The text of the current time, if entries with these fields have a timestamp.
+    fn timestamp(&self, partition_fields: &PartitionFields) -> Bytes {
+        match partition_fields {
+            PartitionFields::Full { .. } => self.inner.timestamps.now(),
+            PartitionFields::Compact => Bytes::new(),
+        }
     }
 
     /// Splits a valid message into its idempotency key, if it has an id, and the parts of its entry.

@@ -67,5 +67,5 @@ pub use streams::{
     GroupCondition, GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery,
     PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest, ReclaimResult, Retention,
     SettleAction, SettleBatch, SettleResult, Settlement, StreamBatch, StreamReadFailure,
-    StreamStats, Streams, TailReader, TrimGuard, TrimResult,
+    StreamStats, Streams, TailReader, TakeParts, TrimGuard, TrimResult,
 };

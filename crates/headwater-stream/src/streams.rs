@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 
 use crate::delays::DueTime;
-use crate::entry::{DeliveredEntry, Entry, EntryId, EntrySize, Fields};
+use crate::entry::{DeliveredEntry, Entry, EntryId, EntrySize, FieldRef, Fields};
 use crate::error::{Result, StreamError};
 use crate::leases::Fence;
 use crate::name::{ConsumerName, DelayName, GroupName, MapName, StreamName};
@@ -267,7 +267,16 @@ pub trait EntrySource: Send + Sync {
 
     /// One entry. Must return the same entry each time.
     fn entry(&self, at: usize) -> Cow<'_, Fields>;
+
+    /// Calls `take` once with the parts of the same entry, as [`Fields::with_shared`] joins them. Override it if the parts are known,
+    /// so that a backend can encode them without an entry in between.
+    fn parts(&self, at: usize, take: &mut TakeParts<'_>) {
+        take(&[], &self.entry(at), &[]);
+    }
 }
+
+/// Takes the parts of an entry: fields before those that it shares with other entries, the shared ones, and fields after them.
+pub type TakeParts<'a> = dyn FnMut(&[FieldRef<'_>], &Fields, &[FieldRef<'_>]) + 'a;
 
 impl<T: AsRef<[Fields]> + Send + Sync> EntrySource for T {
     fn len(&self) -> usize {

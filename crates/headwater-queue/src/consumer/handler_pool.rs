@@ -4,8 +4,8 @@
 //! Guarantees: at most `concurrency` handlers at once; no handler starts while the subscription is paused or the lease is
 //! not valid; a panic or a timeout of the handler counts as a failed attempt; a handler that blocks its thread or never
 //! returns delays only its own task, because tasks that were woken run before the next handler.
-//! An idle pool has no tasks. Messages go in and results come out in batches, so that a fast handler costs no task switch
-//! per message.
+//! An idle pool has no tasks, and while handlers are quick, it has few. Messages go in and results come out in batches, so
+//! that a fast handler costs no task switch per message.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -20,6 +20,7 @@ use futures_util::FutureExt;
 use futures_util::future::CatchUnwind;
 use headwater_stream::EntryId;
 use headwater_stream::clock::{Clock, SystemClock};
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -39,12 +40,22 @@ const REPORT_BATCH: usize = 256;
 const REPORT_AFTER: Duration = Duration::from_millis(1);
 /// A task whose handlers never wait yields after this many messages.
 const YIELD_EVERY: u32 = 128;
+/// A handler is quick if it never waits and takes less than this.
+const QUICK_HANDLER: Duration = Duration::from_micros(100);
+/// After so many quick handlers in a row, the next ones are expected to be quick, too.
+const QUICK_HANDLERS_MIN: u32 = 64;
+/// Tasks for each thread of the runtime while handlers are quick. More would not be faster: most of them would find no message.
+const QUICK_TASKS_PER_THREAD: usize = 2;
+/// While messages wait for one of these tasks, the driver looks this often whether all of them are blocked.
+pub(super) const STALL_CHECK_EVERY: Duration = Duration::from_millis(5);
 
 pub(super) struct HandlerPool {
     context: Arc<PartitionContext>,
     state: Mutex<PoolState>,
     /// Notified when messages are finished.
     has_finished: Notify,
+    /// Maximum of tasks while handlers are quick.
+    quick_tasks_max: usize,
 }
 
 #[derive(Default)]
@@ -56,9 +67,20 @@ struct PoolState {
     /// Tasks that are running.
     workers: usize,
     tasks: JoinSet<()>,
+    /// How many quick handlers have finished since another one was called.
+    quick_in_a_row: u32,
+    /// Handlers that have finished, and how many had at the last check.
+    handled: u64,
+    handled_before: u64,
     /// Draining: messages are handled although the subscription is paused.
     ignores_pause: bool,
     is_closed: bool,
+}
+
+impl PoolState {
+    fn is_quick(&self) -> bool {
+        self.quick_in_a_row >= QUICK_HANDLERS_MIN
+    }
 }
 
 /// What a task does next.
@@ -71,7 +93,8 @@ enum WorkerStep {
 
 impl HandlerPool {
     pub(super) fn new(context: Arc<PartitionContext>) -> Self {
-        Self { context, state: Mutex::default(), has_finished: Notify::new() }
+        let quick_tasks_max = QUICK_TASKS_PER_THREAD * Handle::current().metrics().num_workers();
+        Self { context, state: Mutex::default(), has_finished: Notify::new(), quick_tasks_max }
     }
 
     fn lock(&self) -> MutexGuard<'_, PoolState> {
@@ -99,6 +122,26 @@ impl HandlerPool {
         self.start_tasks(&mut self.lock());
     }
 
+    /// Whether messages wait although `concurrency` permits more tasks, because handlers are quick.
+    pub(super) fn is_limited(&self) -> bool {
+        if self.context.subscription.config.concurrency <= self.quick_tasks_max {
+            return false;
+        }
+        let state = self.lock();
+        state.is_quick() && !state.waiting.is_empty()
+    }
+
+    /// Like [`resume`](Self::resume). If no handler has finished since the last check, handlers are no longer quick: each of the
+    /// few tasks may be in one that blocks its thread, which cannot tell.
+    pub(super) fn check(self: &Arc<Self>) {
+        let mut state = self.lock();
+        if state.handled == state.handled_before {
+            state.quick_in_a_row = 0;
+        }
+        state.handled_before = state.handled;
+        self.start_tasks(&mut state);
+    }
+
     /// From now on, messages are handled although the subscription is paused.
     pub(super) fn ignore_pause(self: &Arc<Self>) {
         let mut state = self.lock();
@@ -107,21 +150,30 @@ impl HandlerPool {
     }
 
     fn start_tasks(self: &Arc<Self>, state: &mut PoolState) {
-        if state.waiting.is_empty() || !self.may_start(state) {
+        let concurrency = self.context.subscription.config.concurrency;
+        let tasks_max =
+            if state.is_quick() { concurrency.min(self.quick_tasks_max) } else { concurrency };
+        let missing = tasks_max.saturating_sub(state.workers).min(state.waiting.len());
+        if missing == 0 || !self.may_start(state) || !self.is_lease_valid() {
             return;
         }
-        let free = self.context.subscription.config.concurrency.saturating_sub(state.workers);
         while state.tasks.try_join_next().is_some() {}
-        for _ in 0..free.min(state.waiting.len()) {
+        for _ in 0..missing {
             state.workers += 1;
             state.tasks.spawn(Arc::clone(self).work());
         }
     }
 
-    /// Whether a handler may start. Never after the lease ran out: side effects of a handler are not fenced.
+    /// Whether a handler may start.
     fn may_start(&self, state: &PoolState) -> bool {
         let is_paused = self.context.subscription.is_paused() && !state.ignores_pause;
-        !state.is_closed && !is_paused && self.context.lease.is_valid()
+        !state.is_closed && !is_paused
+    }
+
+    /// Whether the lease is valid. No handler starts after it ran out: side effects of a handler are not fenced. Reads several
+    /// clocks, so a task asks before it locks the pool for its next message.
+    fn is_lease_valid(&self) -> bool {
+        self.context.lease.is_valid()
     }
 
     /// Takes back the messages that no handler has started.
@@ -152,20 +204,26 @@ impl HandlerPool {
     /// Handles messages until none is left.
     async fn work(self: Arc<Self>) {
         let mut handled = 0_u32;
-        let mut step = self.next(&mut self.lock(), false);
+        let mut step = self.next(false);
+        // The end of one handler is the start of the next, if nothing comes in between: reading a clock takes time, too.
+        let mut now = Instant::now();
         loop {
             let message = match step {
                 WorkerStep::Handle(message) => message,
                 WorkerStep::Linger => {
                     yield_to_queue().await;
-                    step = self.next(&mut self.lock(), true);
+                    step = self.next(true);
+                    now = Instant::now();
                     continue;
                 }
                 WorkerStep::End => return,
             };
-            let (disposition, took) = self.handle(&message).await;
+            let started = now;
+            let (disposition, ended) = self.handle(&message, started).await;
+            now = ended.unwrap_or(started);
+            let took = ended.map(|ended| ended - started);
             let finished = FinishedMessage { id: message.delivery.id, disposition, took };
-            let (next, is_reported) = self.finish(finished);
+            let (next, is_reported) = self.finish(finished, now);
             step = next;
             handled += 1;
             // Tokio keeps the task that was woken last in the LIFO slot of this thread, where it cannot be stolen. It
@@ -173,14 +231,26 @@ impl HandlerPool {
             if is_reported || handled.is_multiple_of(YIELD_EVERY) {
                 yield_to_queue().await;
                 if matches!(step, WorkerStep::Linger) {
-                    step = self.next(&mut self.lock(), true);
+                    step = self.next(true);
                 }
+                now = Instant::now();
             }
         }
     }
 
-    fn next(&self, state: &mut PoolState, has_lingered: bool) -> WorkerStep {
-        if self.may_start(state)
+    fn next(&self, has_lingered: bool) -> WorkerStep {
+        let is_lease_valid = self.is_lease_valid();
+        self.next_of(&mut self.lock(), is_lease_valid, has_lingered)
+    }
+
+    fn next_of(
+        &self,
+        state: &mut PoolState,
+        is_lease_valid: bool,
+        has_lingered: bool,
+    ) -> WorkerStep {
+        if is_lease_valid
+            && self.may_start(state)
             && let Some(message) = state.waiting.pop_front()
         {
             return WorkerStep::Handle(message);
@@ -192,19 +262,27 @@ impl HandlerPool {
         WorkerStep::End
     }
 
-    /// Records a finished message. Returns the next step, and whether the driver was woken.
-    fn finish(&self, finished: FinishedMessage) -> (WorkerStep, bool) {
+    /// Records a message that finished now. Returns the next step, and whether the driver was woken.
+    fn finish(self: &Arc<Self>, finished: FinishedMessage, now: Instant) -> (WorkerStep, bool) {
         let is_slow = finished.took.is_some_and(|took| took >= SLOW_HANDLER);
+        let is_quick = finished.took.is_none_or(|took| took < QUICK_HANDLER);
+        let is_lease_valid = self.is_lease_valid();
         let mut state = self.lock();
         state.finished.push(finished);
-        let next = self.next(&mut state, false);
+        let next = self.next_of(&mut state, is_lease_valid, false);
+        state.handled += 1;
+        if is_quick {
+            state.quick_in_a_row = state.quick_in_a_row.saturating_add(1);
+        } else {
+            self.end_quick(&mut state);
+        }
         let count = state.finished.len();
         let is_due = match state.oldest_finished {
             None => {
-                state.oldest_finished = Some(Instant::now());
+                state.oldest_finished = Some(now);
                 false
             }
-            Some(oldest) => count.is_multiple_of(16) && oldest.elapsed() >= REPORT_AFTER,
+            Some(oldest) => count.is_multiple_of(16) && now - oldest >= REPORT_AFTER,
         };
         let is_last = !matches!(next, WorkerStep::Handle(_));
         let should_report = is_last || is_slow || is_due || count.is_multiple_of(REPORT_BATCH);
@@ -215,15 +293,32 @@ impl HandlerPool {
         (next, should_report)
     }
 
-    /// Reports what is finished before this task waits.
-    fn report_finished(&self) {
-        if !self.lock().finished.is_empty() {
+    /// A handler is not quick: all tasks that the messages need are started.
+    fn end_quick(self: &Arc<Self>, state: &mut PoolState) {
+        let was_quick = state.is_quick();
+        state.quick_in_a_row = 0;
+        if was_quick {
+            self.start_tasks(state);
+        }
+    }
+
+    /// Reports what is finished before this task waits, and lets other tasks go on.
+    fn before_wait(self: &Arc<Self>) {
+        let mut state = self.lock();
+        self.end_quick(&mut state);
+        let has_finished = !state.finished.is_empty();
+        drop(state);
+        if has_finished {
             self.has_finished.notify_one();
         }
     }
 
-    /// Handles one message. Returns its disposition and how long the handler took; `None` if the handler was not called.
-    async fn handle(&self, item: &InFlightMessage) -> (Disposition, Option<Duration>) {
+    /// Handles one message, which starts now. Returns its disposition and when the handler ended; `None` if it was not called.
+    async fn handle(
+        self: &Arc<Self>,
+        item: &InFlightMessage,
+        started: Instant,
+    ) -> (Disposition, Option<Instant>) {
         let context = &self.context;
         let message = match context.policy.accept(item) {
             Ok(message) => message,
@@ -244,9 +339,8 @@ impl HandlerPool {
             }
         };
         let (sent_at, attempt) = (message.sent_at, message.attempt);
-        let started = Instant::now();
         let outcome = self.call_handler(message, started).await;
-        let took = started.elapsed();
+        let ended = Instant::now();
         context.metrics.record_end_to_end(SystemClock.now().since(sent_at));
         let disposition = match outcome {
             // The common case does not parse the message again.
@@ -259,16 +353,16 @@ impl HandlerPool {
                 context.policy.decide(item, outcome)
             }
         };
-        (disposition, Some(took))
+        (disposition, Some(ended))
     }
 
     /// Calls the handler; a panic becomes [`Outcome::Retry`].
-    async fn call_handler(&self, message: Message, started: Instant) -> Outcome {
+    async fn call_handler(self: &Arc<Self>, message: Message, started: Instant) -> Outcome {
         let subscription = &self.context.subscription;
         let bridge = subscription.trace.as_deref();
         let TracedSpan { span, context } =
             trace::handle_span(bridge, &message, &subscription.group);
-        let handler = Arc::clone(&subscription.handler);
+        let handler = &subscription.handler;
         // The call itself is inside: it may panic before it returns a future.
         let handling = trace::with_context(context, async move { handler.handle(message).await });
         let handling = AssertUnwindSafe(handling).catch_unwind();
@@ -287,7 +381,7 @@ impl HandlerPool {
 
     /// Runs the handler for at most `handler_timeout`.
     async fn with_timeout<F: Future<Output = Outcome>>(
-        &self,
+        self: &Arc<Self>,
         handling: CatchUnwind<AssertUnwindSafe<F>>,
         started: Instant,
     ) -> Result<Outcome, Box<dyn Any + Send>> {
@@ -307,7 +401,7 @@ impl HandlerPool {
         if let Poll::Ready(outcome) = futures_util::poll!(handling.as_mut()) {
             return ended(outcome);
         }
-        self.report_finished();
+        self.before_wait();
         let Some(limit) = limit else { return handling.await };
         match tokio::time::timeout(limit, handling).await {
             Ok(outcome) => ended(outcome),

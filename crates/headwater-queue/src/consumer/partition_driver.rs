@@ -22,7 +22,7 @@ use tracing::{debug, error, info, warn};
 
 use super::capacity_pool::largest_bytes;
 use super::fetcher::{FetchTarget, Fetcher};
-use super::handler_pool::{HandlerPool, yield_to_queue};
+use super::handler_pool::{HandlerPool, STALL_CHECK_EVERY, yield_to_queue};
 use super::key_queues::InFlightMessage;
 use super::partition_context::PartitionContext;
 use super::partition_state::{
@@ -187,7 +187,7 @@ impl PartitionDriver {
                     armed = None;
                     // A handler may block the thread that was to report.
                     self.take_finished();
-                    handlers.resume();
+                    handlers.check();
                     self.on(PartitionEvent::Tick);
                 }
             }
@@ -206,7 +206,8 @@ impl PartitionDriver {
     fn arm(&self, armed: &mut Option<Instant>, timer: std::pin::Pin<&mut Sleep>) {
         let mut next = self.state.next_deadline();
         if !self.state.running.is_empty() {
-            let check = self.state.now + CHECK_EVERY;
+            let every = if self.handlers.is_limited() { STALL_CHECK_EVERY } else { CHECK_EVERY };
+            let check = self.state.now + every;
             next = Some(next.map_or(check, |next| next.min(check)));
         }
         if let Some(next) = next
@@ -398,9 +399,11 @@ impl PartitionDriver {
     fn report(&self, report: PartitionReport) {
         let (metrics, stream) = (&self.context.metrics, &self.context.policy.stream);
         match report {
-            PartitionReport::Handled(result, took) => {
-                metrics.record_result(result, took);
-                self.context.subscription.count(result);
+            PartitionReport::Handled(all) => {
+                for (result, took) in all {
+                    metrics.record_result(result, took);
+                    self.context.subscription.count(result);
+                }
             }
             PartitionReport::Reclaimed(entries) => {
                 info!(%stream, consumer = %self.context.consumer_name, entries, "reclaimed pending entries");

@@ -141,7 +141,8 @@ pub(super) enum Action {
 /// For logs and metrics.
 #[derive(Debug)]
 pub(super) enum PartitionReport {
-    Handled(DeliveryResult, Option<Duration>),
+    /// The results of deliveries and the durations of their handlers; `None` if the handler was not called.
+    Handled(Vec<(DeliveryResult, Option<Duration>)>),
     Reclaimed(usize),
     DeletedWhilePending(Vec<EntryId>),
     GoneWhileWaiting(EntryId),
@@ -445,6 +446,7 @@ impl PartitionState {
     }
 
     fn finish(&mut self, finished: Vec<FinishedMessage>) {
+        let mut handled = Vec::with_capacity(finished.len());
         for FinishedMessage { id, disposition, took } in finished {
             // Unknown: its handler was aborted, and its message was released.
             let Some(item) = self.running.remove(&id) else { continue };
@@ -453,14 +455,14 @@ impl PartitionState {
             let is_stopping = self.phase == PartitionPhase::Stopping;
             match disposition {
                 Disposition::RetryInPlace { after } if !is_stopping => {
-                    let took = took.unwrap_or_default();
-                    self.report(PartitionReport::Handled(DeliveryResult::Retry, Some(took)));
+                    handled.push((DeliveryResult::Retry, Some(took.unwrap_or_default())));
                     let failures = item.failures + 1;
                     self.start_backoff(InFlightMessage { failures, ..item }, after);
                 }
                 // The next owner tries it again.
                 Disposition::RetryInPlace { .. } => {
-                    self.complete(item, SettleAction::Release, DeliveryResult::Release, took);
+                    handled.push((DeliveryResult::Release, took));
+                    self.complete(item, SettleAction::Release, DeliveryResult::Release);
                 }
                 // It stays at the head of its key's queue: later messages of its key must not overtake it.
                 Disposition::Settle(finished)
@@ -468,25 +470,22 @@ impl PartitionState {
                         && item.key.is_some()
                         && !is_stopping =>
                 {
-                    self.report(PartitionReport::Handled(DeliveryResult::Release, took));
+                    handled.push((DeliveryResult::Release, took));
                     self.released.insert(id);
                     self.start_backoff(item, RELEASED_PAUSE);
                 }
                 Disposition::Settle(finished) => {
-                    self.complete(item, finished.action, finished.result, took);
+                    handled.push((finished.result, took));
+                    self.complete(item, finished.action, finished.result);
                 }
             }
         }
+        if !handled.is_empty() {
+            self.report(PartitionReport::Handled(handled));
+        }
     }
 
-    fn complete(
-        &mut self,
-        item: InFlightMessage,
-        action: SettleAction,
-        result: DeliveryResult,
-        took: Option<Duration>,
-    ) {
-        self.report(PartitionReport::Handled(result, took));
+    fn complete(&mut self, item: InFlightMessage, action: SettleAction, result: DeliveryResult) {
         if result == DeliveryResult::Release {
             self.search_released_at = Some(self.now + RELEASED_PAUSE);
         }

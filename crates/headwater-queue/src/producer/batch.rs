@@ -10,7 +10,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, ENTRY_BYTES_MAX};
-use headwater_stream::{AppendRequest, EntrySize, EntrySource, Fields, StreamName};
+use headwater_stream::{AppendRequest, EntrySize, EntrySource, Fields, StreamName, TakeParts};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
@@ -59,6 +59,10 @@ impl EntrySource for EntryRun<'_> {
 
     fn entry(&self, at: usize) -> Cow<'_, Fields> {
         Cow::Owned(self.messages[at].encode(self.partition_fields, self.timestamp))
+    }
+
+    fn parts(&self, at: usize, take: &mut TakeParts<'_>) {
+        self.messages[at].with_parts(self.partition_fields, self.timestamp, take);
     }
 }
 

@@ -1,10 +1,11 @@
 //! Handlers that panic, block their thread, take too long or never return.
 
-use std::sync::mpsc;
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{Backoff, ConsumerConfig, Message, Outcome, RetryPolicy, metrics};
+use headwater_stream::{Fields, Retention};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::timeout;
 
@@ -229,6 +230,82 @@ async fn a_blocked_thread_does_not_stall_the_runtime(fixture: Fixture) -> Result
     Ok(())
 }
 
+/// As many messages as this block their handlers at once.
+const BLOCKING: usize = 32;
+
+async fn handlers_that_block_after_quick_ones_run_at_once(fixture: Fixture) -> Result<()> {
+    // Far more than the threads of the runtime: `block_in_place` passes the other tasks of a thread on.
+    let running = Arc::new((Mutex::new(0), Condvar::new()));
+    let handler_running = Arc::clone(&running);
+    let (handler, mut seen) = recording_handler(move |message| {
+        if message.payload.as_ref() == b"block" {
+            let (count, changed) = &*handler_running;
+            tokio::task::block_in_place(|| {
+                let mut count = count.lock().expect("no test panicked while holding it");
+                *count += 1;
+                changed.notify_all();
+                let all = |count: &mut usize| *count < BLOCKING;
+                let waited = changed.wait_timeout_while(count, TIMEOUT, all);
+                let waited = waited.expect("no test panicked while holding it").1;
+                assert!(!waited.timed_out(), "not all handlers were called at once");
+            });
+        }
+        Outcome::Done
+    });
+    let config = ConsumerConfig { concurrency: BLOCKING, retry: fast_retries(), ..shared() };
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    for round in 0..3 {
+        *running.0.lock().expect("no test panicked while holding it") = 0;
+        let kinds = [("quick", 500), ("block", BLOCKING)];
+        for (payload, count) in kinds {
+            let entry = Fields::new([("payload", payload)]);
+            let stream = fixture.stream(0).await?;
+            let entries = vec![entry; count];
+            fixture.backend.append(&stream, &entries, &Retention::KEEP_ALL).await?;
+            let got = seen.payloads(count).await?;
+            assert!(got.iter().all(|got| got == payload), "round {round}");
+        }
+    }
+    fixture.wait_until_settled(0).await?;
+    assert!(fixture.dead_letters().await?.is_empty());
+    subscription.stop().await;
+    Ok(())
+}
+
+async fn a_handler_that_blocks_its_thread_after_quick_ones_does_not_stop_the_others(
+    fixture: Fixture,
+) -> Result<()> {
+    let (go, may_go) = mpsc::channel::<()>();
+    let may_go = Mutex::new(may_go);
+    let (handler, mut seen) = recording_handler(move |message| {
+        if message.payload.as_ref() == b"block" {
+            let may_go = may_go.lock().expect("no test panicked while holding it");
+            let _ = may_go.recv_timeout(TIMEOUT * 4);
+        }
+        Outcome::Done
+    });
+    let config = ConsumerConfig { concurrency: BLOCKING, ..shared() };
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    let stream = fixture.stream(0).await?;
+    let payloads = |from: usize, to: usize| (from..to).map(|n| n.to_string());
+    let mut entries: Vec<Fields> =
+        payloads(0, 600).map(|n| Fields::new([("payload", n)])).collect();
+    entries.insert(300, Fields::new([("payload", "block")]));
+    fixture.backend.append(&stream, &entries, &Retention::KEEP_ALL).await?;
+    let mut got = seen.payloads(600).await?;
+    got.sort_by_key(|n| n.parse::<usize>().ok());
+    assert_eq!(got, payloads(0, 600).collect::<Vec<_>>());
+    eventually("only the blocked message is pending", async || {
+        Ok(fixture.pending(0).await?.len() == 1)
+    })
+    .await?;
+    go.send(())?;
+    assert_eq!(seen.payloads(1).await?, ["block"]);
+    fixture.wait_until_settled(0).await?;
+    subscription.stop().await;
+    Ok(())
+}
+
 mod alone {
     use super::a_blocked_thread_does_not_stall_the_runtime;
 
@@ -241,4 +318,6 @@ on_every_backend!(
     a_handler_that_blocks_past_its_timeout_is_counted_and_its_outcome_counts,
     a_handler_that_never_returns_delays_only_its_own_partition,
     a_handler_that_blocks_its_thread_delays_only_its_own_partition,
+    handlers_that_block_after_quick_ones_run_at_once,
+    a_handler_that_blocks_its_thread_after_quick_ones_does_not_stop_the_others,
 );

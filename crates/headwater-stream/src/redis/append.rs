@@ -6,7 +6,6 @@
 //! transaction. A large append is a sequence of transactions: the next one is encoded while the server executes the
 //! previous one, and sent when the previous one has succeeded.
 
-use std::borrow::Borrow;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -22,10 +21,10 @@ use super::keys::Key;
 use super::reply::{Cursor, RespReplies, RespValue};
 use super::streams::millis;
 use super::{msgpack, scripts, trim};
-use crate::entry::{EntryId, EntrySize, Fields};
+use crate::entry::{EntryId, EntrySize};
 use crate::error::Result;
 use crate::name::StreamName;
-use crate::streams::{AppendRequest, AppendedEntry, IdempotentEntry, Retention};
+use crate::streams::{AppendRequest, AppendedEntry, EntrySource, IdempotentEntry, Retention};
 use crate::validate;
 
 /// Bytes of one transaction, and of one request for several streams; a larger entry is a request of its own. The server
@@ -53,7 +52,7 @@ impl RedisBackend {
         let mut next = 0;
         while next < append.entries.len() {
             let mut commands = Commands::with_capacity(encoded_bytes(append, size));
-            let chunk = self.add_chunk(&mut commands, append, next);
+            let chunk = self.add_chunk(&mut commands, append, size, next);
             next = chunk.entries.end;
             if let Some((call, chunk)) = started.take() {
                 ids.append(&mut self.finish_chunk(append, call, &chunk).await?);
@@ -98,7 +97,9 @@ impl RedisBackend {
         // For each append what was added, or why it is invalid.
         let each = appends.iter().zip(checked);
         let chunks: Vec<Result<AppendChunk>> = each
-            .map(|(append, checked)| checked.map(|_| self.add_chunk(&mut commands, append, 0)))
+            .map(|(append, checked)| {
+                checked.map(|size| self.add_chunk(&mut commands, append, size, 0))
+            })
             .collect();
         let sent = match appends.first() {
             Some(first) if commands.len() > 0 => self.append_all(first.stream, commands).await,
@@ -150,20 +151,26 @@ impl RedisBackend {
     }
 
     /// Adds the commands for the entries from `start` on: as many as fit into one chunk, and the trim after the last one.
+    /// `size` is the size of the whole append.
     fn add_chunk(
         &self,
         commands: &mut Commands,
         append: &AppendRequest<'_>,
+        size: EntrySize,
         start: usize,
     ) -> AppendChunk {
         let AppendRequest { stream, entries, retention } = *append;
-        let mut bytes = 0;
-        let fits = |at: &usize| {
-            bytes += entries.size(*at).bytes;
-            bytes <= CHUNK_BYTES || *at == start
+        let end = if size.bytes <= CHUNK_BYTES {
+            entries.len()
+        } else {
+            let mut bytes = 0;
+            let fits = |at: &usize| {
+                bytes += entries.size(*at).bytes;
+                bytes <= CHUNK_BYTES || *at == start
+            };
+            start + (start..entries.len()).take_while(fits).count()
         };
-        let end = start + (start..entries.len()).take_while(fits).count();
-        add_appends(commands, &self.key(stream), (start..end).map(|at| entries.entry(at)));
+        add_appends(commands, &self.key(stream), entries, start..end);
         let is_last = end == entries.len() && !entries.is_empty();
         let trims = is_last && self.add_trim(commands, stream, entries.len(), retention);
         AppendChunk { entries: start..end, trims }
@@ -252,15 +259,23 @@ fn encoded_bytes(append: &AppendRequest<'_>, size: EntrySize) -> usize {
 }
 
 /// Adds an `XADD` command for each entry; several are a transaction.
-pub(super) fn add_appends<F: Borrow<Fields>>(
+fn add_appends(
     commands: &mut Commands,
     stream: &Key<'_>,
-    entries: impl ExactSizeIterator<Item = F>,
+    entries: &dyn EntrySource,
+    range: Range<usize>,
 ) {
     let mut last = None;
-    let count = entries.len();
+    let count = range.len();
     let add = |commands: &mut Commands| {
-        entries.for_each(|fields| add_entry(commands, stream, fields.borrow(), &mut last));
+        for at in range {
+            entries.parts(at, &mut |before, shared, after| {
+                begin_entry(commands, stream, before.len() + shared.len() + after.len(), &mut last);
+                before.iter().for_each(|field| commands.arg_field(*field));
+                commands.arg_fields(shared);
+                after.iter().for_each(|field| commands.arg_field(*field));
+            });
+        }
     };
     match count {
         0 => {}
@@ -290,27 +305,25 @@ pub(super) fn read_appends(
 }
 
 /// Number of fields of the previous entry, and the byte range of its command's prefix.
-type PreviousEntry = Option<(usize, std::ops::Range<usize>)>;
+type PreviousEntry = Option<(usize, Range<usize>)>;
 
-/// Consecutive entries usually have the same number of fields: their commands share a prefix, which is copied.
-fn add_entry(
+/// Begins the command of an entry with this many fields. Consecutive entries usually have the same number: their commands share a
+/// prefix, which is copied.
+fn begin_entry(
     commands: &mut Commands,
     stream: &Key<'_>,
-    fields: &Fields,
+    fields: usize,
     previous: &mut PreviousEntry,
 ) {
     match previous {
-        Some((len, head)) if *len == fields.len() => {
-            commands.begin_like(head.clone(), 2 * fields.len());
-        }
+        Some((len, head)) if *len == fields => commands.begin_like(head.clone(), 2 * fields),
         _ => {
             let start = commands.position();
-            commands.begin(3 + 2 * fields.len());
+            commands.begin(3 + 2 * fields);
             commands.arg("XADD");
             commands.arg_key(stream);
             commands.arg("*");
-            *previous = Some((fields.len(), start..commands.position()));
+            *previous = Some((fields, start..commands.position()));
         }
     }
-    commands.arg_fields(fields);
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::keys::Key;
 use super::reply::Scanner;
 use super::scripts::Script;
-use crate::entry::{Digits, EntryId, Fields, put_count, put_text};
+use crate::entry::{Digits, EntryId, FieldRef, Fields, put_count, put_text};
 
 /// Commands of one slot that are sent together, in order.
 #[derive(Debug, Default)]
@@ -128,6 +128,12 @@ impl Commands {
     pub(super) fn arg_fields(&mut self, fields: &Fields) {
         fields.encode_into(&mut self.bytes);
         self.added(2 * fields.len());
+    }
+
+    /// One name and value of an entry, as words.
+    pub(super) fn arg_field(&mut self, (name, value): FieldRef<'_>) {
+        self.arg(name);
+        self.arg(value);
     }
 
     fn added(&mut self, words: usize) {

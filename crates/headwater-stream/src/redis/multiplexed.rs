@@ -38,8 +38,9 @@ use super::transport::PlainSocket;
 const IN_FLIGHT_KIB_MAX: usize = 64 * 1024;
 /// A server that is silent for less than this is not taken for dead, however short the deadline of a request is.
 const SILENCE_MIN: Duration = Duration::from_secs(2);
-/// When the write buffer holds this much, the next caller writes it.
-const FLUSH_BYTES: usize = 8 * 1024;
+/// When the write buffer holds this much, the next caller writes it. Less would cost more writes, for which the connection task is
+/// early enough.
+const FLUSH_BYTES: usize = 32 * 1024;
 
 // The largest request must fit, or it would wait forever.
 const _: () = assert!(IN_FLIGHT_KIB_MAX * 1024 > crate::limits::BATCH_BYTES_MAX * 3 / 2);

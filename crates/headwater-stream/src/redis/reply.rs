@@ -3,6 +3,8 @@
 //! There is no intermediate tree of values: a scanner finds the end of the replies, then a cursor walks over the bytes once.
 //! Guarantees: any input is a reply or an error, never a panic; no buffer grows without a limit.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 
 use super::error::{ReplyError, ServerError};
@@ -17,9 +19,13 @@ const LINE_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of values in all replies to one request.
 const VALUES_MAX: usize = 64 * 1024 * 1024;
 
-/// Entries of a reply up to this size share its memory. Entries of larger replies are copied, so that one entry does not
-/// keep a whole batch alive.
+/// Entries share a block of memory of at most this size: the reply if it is that small, otherwise a copy of a part of it. One entry
+/// does not keep a whole batch alive.
 pub(super) const SHARED_BYTES_MAX: usize = 64 * 1024;
+
+/// A larger entry of a large reply is copied alone. The end of a block that does not hold a whole entry is copied twice, so
+/// entries must be small beside a block.
+const SHARED_ENTRY_BYTES_MAX: usize = SHARED_BYTES_MAX / 16;
 
 /// The bytes are not valid RESP.
 #[derive(Debug, thiserror::Error)]
@@ -177,7 +183,7 @@ impl RespReplies {
     }
 
     pub(super) fn cursor(&self) -> Cursor<'_> {
-        Cursor { source: &self.bytes, at: 0 }
+        Cursor { source: &self.bytes, at: 0, block: Bytes::new(), block_start: 0 }
     }
 
     /// Splits into single replies, each with its error if it is one.
@@ -218,6 +224,9 @@ pub(super) enum RespValue<'a> {
 pub(super) struct Cursor<'a> {
     source: &'a Bytes,
     at: usize,
+    /// A copy of a part of a large source, and where it starts there.
+    block: Bytes,
+    block_start: usize,
 }
 
 impl<'a> Cursor<'a> {
@@ -370,12 +379,23 @@ impl<'a> Cursor<'a> {
             .ok_or_else(|| ReplyError::unexpected("a field is not a bulk string"))?;
         let size = EntrySize { fields: values / 2, bytes };
         self.at = end;
-        let bytes = if self.source.len() <= SHARED_BYTES_MAX {
-            self.source.slice(start..end)
-        } else {
-            Bytes::copy_from_slice(&self.source[start..end])
-        };
-        Ok((id, Some(Fields::packed(bytes, size))))
+        Ok((id, Some(Fields::packed(self.share(start..end), size))))
+    }
+
+    /// These bytes in memory that is shared with others, but never with a large reply.
+    fn share(&mut self, range: Range<usize>) -> Bytes {
+        if self.source.len() <= SHARED_BYTES_MAX {
+            return self.source.slice(range);
+        }
+        if range.len() > SHARED_ENTRY_BYTES_MAX {
+            return Bytes::copy_from_slice(&self.source[range]);
+        }
+        if range.end > self.block_start + self.block.len() {
+            let end = self.source.len().min(range.start + SHARED_BYTES_MAX);
+            self.block = Bytes::copy_from_slice(&self.source[range.start..end]);
+            self.block_start = range.start;
+        }
+        self.block.slice(range.start - self.block_start..range.end - self.block_start)
     }
 
     /// End position and total bytes of the next `texts` bulk strings; `None` if there is any other value among them.
@@ -459,6 +479,37 @@ mod tests {
         let text = format!("*2\r\n$3\r\n1-2\r\n*2\r\n$1\r\na\r\n${}\r\n{value}\r\n", value.len());
         let (_, fields) = replies(text.as_bytes()).cursor().entry().unwrap();
         assert_eq!(fields, Some(Fields::new([("a", value)])));
+    }
+
+    #[test]
+    fn entries_of_a_large_reply_share_blocks() {
+        // Small ones, and at times one that is copied alone.
+        let value = |n: usize| "x".repeat(if n % 100 == 50 { SHARED_ENTRY_BYTES_MAX } else { n });
+        let mut text = b"*1000\r\n".to_vec();
+        for n in 0..1000 {
+            let value = value(n);
+            let id = format!("1-{n}");
+            let header = format!("*2\r\n${}\r\n{id}\r\n*2\r\n$1\r\na\r\n", id.len());
+            text.extend_from_slice(format!("{header}${}\r\n{value}\r\n", value.len()).as_bytes());
+        }
+        let replies = replies(&text);
+        let entries = replies.cursor().list(Cursor::entry).unwrap();
+        // The address of the first value in each block.
+        let mut blocks: Vec<usize> = Vec::new();
+        for (n, (id, fields)) in entries.iter().enumerate() {
+            let fields = fields.as_ref().unwrap();
+            assert_eq!((*id, fields), (EntryId::new(1, n as u64), &Fields::new([("a", value(n))])));
+            let value = fields.get("a").unwrap().as_ptr();
+            assert!(!replies.bytes.as_ptr_range().contains(&value), "it keeps the reply alive");
+            let value = value as usize;
+            if !blocks
+                .last()
+                .is_some_and(|first| (*first..first + SHARED_BYTES_MAX).contains(&value))
+            {
+                blocks.push(value);
+            }
+        }
+        assert!(blocks.len() < 100, "{} blocks", blocks.len());
     }
 
     #[test]

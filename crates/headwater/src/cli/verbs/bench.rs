@@ -4,6 +4,7 @@
 //! created for the run and deleted; `record` and `claim` leave their issues in the integration `bench`. Callers run on worker
 //! threads, and arrivals are counted without a task switch, so that the library is measured and not this program.
 
+use std::io::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -16,6 +17,7 @@ use headwater_queue::{
     ConsumerConfig, Message, Mode, NewMessage, Outcome, Policies, ProducerConfig, Queue, QueueError,
 };
 use headwater_stream::Backend;
+use indicatif::ProgressBar;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
@@ -38,6 +40,8 @@ const FILL_CALLERS: u64 = 256;
 const CLAIM_AHEAD: usize = 4 * limits::BATCH_MAX;
 /// After this time without an arrival, missing messages count as lost.
 const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
+/// A caller shows its progress after so many calls: all callers change the same number.
+const PROGRESS_STEP: usize = 64;
 /// How often arrivals are shown.
 const PROGRESS_EVERY: Duration = Duration::from_millis(200);
 
@@ -307,7 +311,7 @@ impl BenchArgs {
                     let started = Instant::now();
                     producer.send(&topic, args.message(number)).await?;
                     each.push(started.elapsed());
-                    progress.inc(1);
+                    show_progress(&progress, each.len());
                 }
                 Ok::<_, QueueError>(each)
             });
@@ -445,7 +449,7 @@ impl BenchArgs {
                     let started = Instant::now();
                     inbox.record(event).await.map_err(failed)?;
                     each.push(started.elapsed());
-                    progress.inc(1);
+                    show_progress(&progress, each.len());
                 }
                 Ok::<_, CliError>(each)
             });
@@ -505,9 +509,18 @@ impl BenchArgs {
     /// The payload starts with the number of the message. Padded by hand: a format width is written character by character,
     /// which takes longer than sending.
     fn message(&self, number: u64) -> NewMessage {
-        let mut payload = number.to_string().into_bytes();
+        let mut payload = Vec::with_capacity(self.payload_bytes as usize);
+        // Writing to memory does not fail.
+        let _ = write!(payload, "{number}");
         payload.resize(self.payload_bytes as usize, b' ');
         NewMessage::keyed(format!("key-{}", number % 10_000), payload)
+    }
+}
+
+/// Shows the progress of a caller that has made so many calls.
+fn show_progress(progress: &ProgressBar, calls: usize) {
+    if calls.is_multiple_of(PROGRESS_STEP) {
+        progress.inc(PROGRESS_STEP as u64);
     }
 }
 
