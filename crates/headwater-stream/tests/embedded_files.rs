@@ -274,15 +274,16 @@ async fn a_missing_log_is_an_error_that_names_it() {
     // one whose repair was interrupted.
     open(original.path(), "").await.unwrap().close().await.unwrap();
     let all_files = files(original.path());
-    let last_log = all_files.iter().rfind(|(name, _)| name.ends_with(".log")).unwrap().0.clone();
+    let numbers = all_files.iter().filter_map(|(name, _)| name.strip_prefix("snapshot-"));
+    let after_snapshot = format!("{}.log", numbers.max().unwrap());
 
     // Without the log after the snapshot.
     let directory = tempfile::tempdir().unwrap();
     write_files(directory.path(), &all_files);
-    fs::remove_file(directory.path().join(&last_log)).unwrap();
+    fs::remove_file(directory.path().join(&after_snapshot)).unwrap();
     let error = open(directory.path(), "").await.err().unwrap();
     assert!(
-        matches!(&error, StreamError::Corrupt { file, .. } if file.ends_with(&last_log)),
+        matches!(&error, StreamError::Corrupt { file, .. } if file.ends_with(&after_snapshot)),
         "{error}"
     );
 
