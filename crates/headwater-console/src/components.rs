@@ -545,6 +545,23 @@ mod tests {
     }
 
     #[test]
+    fn an_open_page_logs_a_failure_once() {
+        let is_logged = |is_live: bool, status: StatusCode, lasting: Option<Duration>| {
+            let mut screen = Screen::for_test(Router::new(), "/console/topics");
+            screen.is_live = is_live;
+            let mut failed = Problem::new(status, "code", "no answer");
+            failed.lasting = lasting;
+            screen.is_logged(&failed)
+        };
+        let (down, gone) = (StatusCode::SERVICE_UNAVAILABLE, StatusCode::NOT_FOUND);
+        let second = Some(Duration::from_secs(1));
+        assert!(is_logged(false, down, None) && is_logged(false, down, second));
+        assert!(is_logged(false, gone, None), "a page that a person opens");
+        assert!(is_logged(true, down, None) && !is_logged(true, down, second));
+        assert!(!is_logged(true, gone, None), "it would be gone each second");
+    }
+
+    #[test]
     fn a_payload_is_shown_as_json_text_or_base64() {
         let shown = |object: Value| payload(&object).into_string();
         assert!(shown(json!({"payload": "{\"a\":[1]}"})).contains("&quot;a&quot;: [\n"));

@@ -235,11 +235,14 @@ impl Screen {
         self.page_with_status(problem.status, page)
     }
 
-    /// Writes to the log that a page or a part of it cannot be shown, with the request id that is on the page. An open page is rendered
-    /// each second, so its failure is written once.
+    /// Whether a failure is written to the log. An open page is rendered each second, so its failure is written once.
+    pub(crate) fn is_logged(&self, problem: &Problem) -> bool {
+        !self.is_live || problem.status.is_server_error() && problem.lasting.is_none()
+    }
+
+    /// Writes to the log that a page or a part of it cannot be shown, with the request id that is on the page.
     pub(crate) fn log_failed(&self, what: &str, problem: &Problem) {
-        let is_new = problem.status.is_server_error() && problem.lasting.is_none();
-        if self.is_live && !is_new {
+        if !self.is_logged(problem) {
             return;
         }
         tracing::warn!(

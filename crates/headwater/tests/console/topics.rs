@@ -97,6 +97,10 @@ async fn topics_grow_and_are_trimmed_and_a_cause_is_purged_without_scripts() -> 
     reader.open("/console/issues?status=queued").await?;
     reader.fill("error", "payment 2").await?;
     reader.click("Filter").await?;
+    // The page before it shows this issue, too.
+    let is_filtered =
+        "return location.search.includes('error=') && document.readyState === 'complete'";
+    reader.until(is_filtered).await?;
     reader.until_shown("payment 2 refused").await?;
     reader.click("Retry all that wait…").await?;
     reader.until_shown("Retry 1 issue?").await?;
