@@ -131,9 +131,12 @@ const connect = () => {
   if (paused || isLoggedOut || document.hidden || parts().length === 0) return;
   source = new EventSource(`/console/live?of=${encodeURIComponent(location.pathname + location.search)}`);
   source.addEventListener("parts", (event) => {
+    const changes = JSON.parse(event.data);
+    // The page has no live parts any more, as when it cannot be shown: the server ends the connection, and polling goes on.
+    if (changes.length === 0) return;
     failures = 0;
     mode = "Live";
-    apply(JSON.parse(event.data));
+    apply(changes);
   });
   // The server ends each connection after some time; the next one begins with everything.
   source.addEventListener("end", connect);

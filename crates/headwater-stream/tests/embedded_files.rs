@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use headwater_stream::*;
 use headwater_testkit::Child;
@@ -213,7 +213,9 @@ async fn with_snapshot(directory: &Path) -> Vec<Entry> {
         let mut names = fs::read_dir(directory).unwrap().map(|file| file.unwrap().file_name());
         names.any(|name| is_snapshot(name.to_str().unwrap()))
     };
+    let deadline = Instant::now() + Duration::from_secs(60);
     while !has_snapshot() {
+        assert!(Instant::now() < deadline, "no snapshot is written");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     backend.close().await.unwrap();

@@ -59,7 +59,7 @@ fn words(route: &str) -> Option<(&'static str, &'static str, &'static str)> {
         "topics/{topic}/dead-letters/{id}/edit" => (
             "edited copy",
             "sent",
-            "If it was, the dead letter is gone, and cannot be replayed again",
+            "Sent again from this page, it is sent once; 0 replayed means that it was sent before",
         ),
         "topics/{topic}/dead-letters/plan" | "failures/{id}/plan" => {
             ("replay plan", "made", "Look at the replay plans first: done again, there may be two")
@@ -105,7 +105,13 @@ pub(crate) fn page(screen: &Screen, problem: &Problem) -> Response {
     let unknown = ("change", "made", "Check it before you do it again");
     let (subject, done, check) = words(&screen.route).unwrap_or(unknown);
     let was = if subject.ends_with('s') { "were" } else { "was" };
+    // An earlier try from this page was stored after all, before its text was changed.
+    let has_other_text = screen.route.ends_with("/reply") && problem.status == StatusCode::CONFLICT;
     let (title, certainty) = match problem.effect {
+        _ if has_other_text => (
+            "A reply was already stored".to_owned(),
+            "The text that was sent first from this page is in the ticket, and this one was not stored",
+        ),
         FailedEffect::Nothing => (format!("The {subject} {was} not {done}"), "Nothing was changed"),
         FailedEffect::Part => (format!("Not all {subject} {was} {done}"), "Only a part was done"),
         FailedEffect::Unknown => {
@@ -127,7 +133,7 @@ pub(crate) fn page(screen: &Screen, problem: &Problem) -> Response {
             @if problem.effect == FailedEffect::Unknown { p { (check) "." } }
             p.quiet { "Code " code { (problem.code) } ", request " code { (screen.request_id) } "." }
         }))
-        @if may_succeed(screen, problem.status) { (form(screen)) }
+        @if may_succeed(screen, problem.status) && !has_other_text { (form(screen)) }
         p { a href=(back(screen)) { "Go back" } " · " a href="/console" { "Back to the overview" } }
     };
     let page = ScreenContent { title, path: Vec::new(), command: String::new(), content };
@@ -156,6 +162,25 @@ fn form(screen: &Screen) -> Markup {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::form::FormFields;
+
+    /// The first try was stored although its answer did not come, and the text was changed since.
+    #[tokio::test]
+    async fn another_text_for_a_stored_reply_is_not_tried_again() {
+        let mut screen = Screen::for_test(axum::Router::new(), "/console/do/tickets/7/reply");
+        screen.route = "/console/do/tickets/{id}/reply".to_owned();
+        screen.form = FormFields::from_query("content=Hello&message_id=1");
+        let shown = async |status| {
+            let answer = page(&screen, &Problem::new(status, "any", "refused"));
+            let body = axum::body::to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+            String::from_utf8(body.to_vec()).unwrap()
+        };
+        let (busy, stored) =
+            (shown(StatusCode::SERVICE_UNAVAILABLE).await, shown(StatusCode::CONFLICT).await);
+        assert!(busy.contains("Try again") && busy.contains("Hello"), "{busy}");
+        assert!(!stored.contains("Try again") && !stored.contains("Nothing was"), "{stored}");
+        assert!(stored.contains("A reply was already stored"), "{stored}");
+    }
 
     #[test]
     fn every_action_has_words() {

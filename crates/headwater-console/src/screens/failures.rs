@@ -111,7 +111,8 @@ fn begin(cluster: &Value, index: usize, parts: usize) -> Option<String> {
 fn curve_table(cluster: &Value) -> Markup {
     let counts = items(cluster, "curve");
     html! {
-        @if counts.len() > 1 {
+        // All within a second would be one line, many times.
+        @if counts.len() > 1 && begin(cluster, 0, counts.len()) != begin(cluster, counts.len() - 1, counts.len()) {
             details.curve-data {
                 summary { "Data" }
                 (table("Failures over time", &["From", "Count"], &html! {

@@ -17,9 +17,11 @@ use crate::text::{counted, encoded, field, items, number, plain, shell_word};
 /// Rows of a result that are shown.
 const RESULT_ROWS: usize = 1000;
 
-/// Pages of issues that one request checks, the issues of each, and the time after which it checks no further page.
+/// Pages of issues that one request checks, the issues of each, also after a page that took too long, and the time after which it
+/// checks no further page.
 const CHECKED_PAGES: usize = 20;
 const CHECKED_ISSUES: usize = 1000;
+const CHECKED_ISSUES_IF_SLOW: usize = 100;
 const CHECKING_TIME_MAX: Duration = Duration::from_secs(15);
 
 /// Says that analytics is not built in or disabled, which is not an error.
@@ -203,15 +205,23 @@ pub(crate) async fn consistency(screen: Screen) -> Response {
     let mut totals: Vec<u64> =
         names.iter().map(|name| screen.query.get(name).parse().unwrap_or(0)).collect();
     let mut found: Vec<Value> = Vec::new();
-    let began = Instant::now();
+    let (began, mut limit, mut failed) = (Instant::now(), CHECKED_ISSUES, None);
     for _ in 0..CHECKED_PAGES {
         let path = match cursor.as_str() {
-            "" => format!("/audit/books?limit={CHECKED_ISSUES}"),
-            cursor => format!("/audit/books?limit={CHECKED_ISSUES}&cursor={}", encoded(cursor)),
+            "" => format!("/audit/books?limit={limit}"),
+            cursor => format!("/audit/books?limit={limit}&cursor={}", encoded(cursor)),
         };
         let page = match screen.api.get(&path).await {
             Ok(page) => page,
-            Err(error) => return consistency_page(&screen, problem("The check", &error, &screen)),
+            // Issues with very many events.
+            Err(_) if limit > CHECKED_ISSUES_IF_SLOW => {
+                limit = CHECKED_ISSUES_IF_SLOW;
+                continue;
+            }
+            Err(error) => {
+                failed = Some(problem("The check", &error, &screen));
+                break;
+            }
         };
         for (total, name) in totals.iter_mut().zip(names) {
             // The first ones are from the address, and may be anything.
@@ -223,7 +233,7 @@ pub(crate) async fn consistency(screen: Screen) -> Response {
             break;
         }
     }
-    let is_done = cursor.is_empty();
+    let is_done = cursor.is_empty() && failed.is_none();
     let facts: Vec<(&str, Markup)> =
         ["Issues", "Came in", "Processed", "Pending", "Quarantined", "Inconsistent issues"]
             .into_iter()
@@ -231,6 +241,7 @@ pub(crate) async fn consistency(screen: Screen) -> Response {
             .map(|(name, total)| (name, html! { (number(*total)) }))
             .collect();
     let content = html! {
+        @if let Some(failed) = failed { (failed) }
         @if totals[5] > 0 { (banner(Tone::Bad, &html! { p { strong { (counted(totals[5], "issue is", "issues are")) " inconsistent." } } })) }
         @else if is_done { (banner(Tone::Good, &html! { p { strong { "Consistent: " } "came in = processed + pending + quarantined." } })) }
         @else { (banner(Tone::Neutral, &html! { p { "Consistent so far; there are further issues." } })) }
@@ -296,5 +307,25 @@ mod tests {
         let page = to_bytes(page.into_body(), usize::MAX).await.unwrap();
         assert!(str::from_utf8(&page).unwrap().contains("18,446,744,073,709,551,615"));
         assert_eq!(*seen.lock().unwrap(), ["/api/v1/audit/books?limit=1000&cursor=9"]);
+    }
+
+    /// Issues with very many events: fewer are checked at a time, and what was checked before a failure is shown.
+    #[tokio::test]
+    async fn a_check_that_takes_too_long_goes_on_in_smaller_pages() {
+        let books = |uri: Uri| async move {
+            match uri.query() {
+                Some("limit=100") => {
+                    Ok(Json(json!({"issues": 100, "recorded": 123, "next_cursor": 9})))
+                }
+                _ => Err(axum::http::StatusCode::SERVICE_UNAVAILABLE),
+            }
+        };
+        let api = Router::new().route("/api/v1/audit/books", get(books));
+        let page = consistency(Screen::for_test(api, "/console/consistency?check=1")).await;
+        let page = to_bytes(page.into_body(), usize::MAX).await.unwrap();
+        let page = str::from_utf8(&page).unwrap();
+        for part in ["The check", "cannot be shown", "123", "name=\"cursor\" value=\"9\""] {
+            assert!(page.contains(part), "{part}: {page}");
+        }
     }
 }

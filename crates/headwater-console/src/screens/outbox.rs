@@ -163,7 +163,7 @@ pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response
                 ("State", html! { (badge(tone(field(row, "status")), field(row, "status"))) }),
                 ("Attempts", html! { (plain(&row["attempts"])) }),
                 ("Created", time(&row["created_at"])),
-                ("Due", time(if row["delivered_at"].is_null() { &row["due_at"] } else { &Value::Null })),
+                ("Due", time(if ["dead", "delivered"].contains(&field(row, "status")) { &Value::Null } else { &row["due_at"] })),
                 ("Delivered", time(&row["delivered_at"])),
             ]))
             @if let Some(error) = row["error"].as_str() { h2 { "Error of the last attempt" } (block(error)) }

@@ -64,8 +64,9 @@ struct PoolState {
     waiting: VecDeque<InFlightMessage>,
     finished: Vec<FinishedMessage>,
     oldest_finished: Option<Instant>,
-    /// Tasks that are running.
+    /// Tasks that are running, and those of them whose handler waits.
     workers: usize,
+    parked: usize,
     tasks: JoinSet<()>,
     /// How many quick handlers have finished since another one was called.
     quick_in_a_row: u32,
@@ -128,7 +129,8 @@ impl HandlerPool {
             return false;
         }
         let state = self.lock();
-        state.is_quick() && !state.waiting.is_empty()
+        let may_have_more = state.workers < self.context.subscription.config.concurrency;
+        state.is_quick() && may_have_more && !state.waiting.is_empty()
     }
 
     /// Like [`resume`](Self::resume). If no handler has finished since the last check, handlers are no longer quick: each of the
@@ -149,19 +151,24 @@ impl HandlerPool {
         self.start_tasks(&mut state);
     }
 
-    fn start_tasks(self: &Arc<Self>, state: &mut PoolState) {
+    /// Starts the tasks that the waiting messages need. Returns whether there are any.
+    fn start_tasks(self: &Arc<Self>, state: &mut PoolState) -> bool {
         let concurrency = self.context.subscription.config.concurrency;
-        let tasks_max =
-            if state.is_quick() { concurrency.min(self.quick_tasks_max) } else { concurrency };
+        let tasks_max = match state.is_quick() {
+            // Beside those whose handlers wait, which handle no other message.
+            true => concurrency.min(self.quick_tasks_max + state.parked),
+            false => concurrency,
+        };
         let missing = tasks_max.saturating_sub(state.workers).min(state.waiting.len());
         if missing == 0 || !self.may_start(state) || !self.is_lease_valid() {
-            return;
+            return false;
         }
         while state.tasks.try_join_next().is_some() {}
         for _ in 0..missing {
             state.workers += 1;
             state.tasks.spawn(Arc::clone(self).work());
         }
+        true
     }
 
     /// Whether a handler may start.
@@ -223,12 +230,12 @@ impl HandlerPool {
             now = ended.unwrap_or(started);
             let took = ended.map(|ended| ended - started);
             let finished = FinishedMessage { id: message.delivery.id, disposition, took };
-            let (next, is_reported) = self.finish(finished, now);
+            let (next, has_woken) = self.finish(finished, now);
             step = next;
             handled += 1;
             // Tokio keeps the task that was woken last in the LIFO slot of this thread, where it cannot be stolen. It
             // must run first, because the next handler may block the thread.
-            if is_reported || handled.is_multiple_of(YIELD_EVERY) {
+            if has_woken || handled.is_multiple_of(YIELD_EVERY) {
                 yield_to_queue().await;
                 if matches!(step, WorkerStep::Linger) {
                     step = self.next(true);
@@ -262,7 +269,7 @@ impl HandlerPool {
         WorkerStep::End
     }
 
-    /// Records a message that finished now. Returns the next step, and whether the driver was woken.
+    /// Records a message that finished now. Returns the next step, and whether another task was woken or started.
     fn finish(self: &Arc<Self>, finished: FinishedMessage, now: Instant) -> (WorkerStep, bool) {
         let is_slow = finished.took.is_some_and(|took| took >= SLOW_HANDLER);
         let is_quick = finished.took.is_none_or(|took| took < QUICK_HANDLER);
@@ -271,11 +278,12 @@ impl HandlerPool {
         state.finished.push(finished);
         let next = self.next_of(&mut state, is_lease_valid, false);
         state.handled += 1;
-        if is_quick {
+        let has_started = if is_quick {
             state.quick_in_a_row = state.quick_in_a_row.saturating_add(1);
+            false
         } else {
-            self.end_quick(&mut state);
-        }
+            self.end_quick(&mut state)
+        };
         let count = state.finished.len();
         let is_due = match state.oldest_finished {
             None => {
@@ -290,21 +298,20 @@ impl HandlerPool {
         if should_report {
             self.has_finished.notify_one();
         }
-        (next, should_report)
+        (next, should_report || has_started)
     }
 
-    /// A handler is not quick: all tasks that the messages need are started.
-    fn end_quick(self: &Arc<Self>, state: &mut PoolState) {
+    /// A handler is not quick: all tasks that the messages need are started. Returns whether there are any.
+    fn end_quick(self: &Arc<Self>, state: &mut PoolState) -> bool {
         let was_quick = state.is_quick();
         state.quick_in_a_row = 0;
-        if was_quick {
-            self.start_tasks(state);
-        }
+        was_quick && self.start_tasks(state)
     }
 
     /// Reports what is finished before this task waits, and lets other tasks go on.
     fn before_wait(self: &Arc<Self>) {
         let mut state = self.lock();
+        state.parked += 1;
         self.end_quick(&mut state);
         let has_finished = !state.finished.is_empty();
         drop(state);
@@ -402,10 +409,14 @@ impl HandlerPool {
             return ended(outcome);
         }
         self.before_wait();
-        let Some(limit) = limit else { return handling.await };
-        match tokio::time::timeout(limit, handling).await {
+        let waited = match limit {
+            None => Ok(handling.await),
+            Some(limit) => tokio::time::timeout(limit, handling).await.map_err(|_| limit),
+        };
+        self.lock().parked -= 1;
+        match waited {
             Ok(outcome) => ended(outcome),
-            Err(_) => {
+            Err(limit) => {
                 context.metrics.record_anomaly("timeout", 1);
                 context.metrics.record_handler_timeout("dropped");
                 // Dropping the future may panic, too.

@@ -67,6 +67,14 @@ impl ReadConnections {
             self.failures.clear();
         }
         if !self.completed.is_empty() || !self.failures.is_empty() {
+            // A caller that does not wait may have removed streams, which must not be read any more when this returns.
+            if wait.is_zero() {
+                tokio::select! {
+                    biased;
+                    () = self.cancel_stale(reads, None) => {}
+                    () = client.until_closed() => return Err(closed()),
+                }
+            }
             self.are_reported = true;
             return Ok(());
         }

@@ -53,6 +53,9 @@ impl HistoryRetention {
     async fn run_once(&self) -> Result<(usize, usize), TicketError> {
         let store = self.tickets.store().as_ref();
         let (mut events, mut issues) = (0, 0);
+        // Also if what follows fails each time: every call of a model adds rows.
+        let usage = self.tickets.delete_old_usage().await;
+        let waits = self.tickets.delete_budget_waits().await;
         if let Some(keep) = (tables::EVENTS.keep)(&self.settings) {
             let mut next = Some(EventLogId::default());
             while let Some(after) = next {
@@ -90,8 +93,7 @@ impl HistoryRetention {
         if let Some(keep) = keep_issues {
             self.tickets.delete_model_runs(keep).await?;
         }
-        self.tickets.delete_old_usage().await?;
-        self.tickets.delete_budget_waits().await?;
+        usage.and(waits)?;
         let keep = self.settings.metrics.unwrap_or_default();
         while rows::delete_batch(store, SystemClock.now().before(keep)).await? > 0 {
             sleep(PAUSE).await;

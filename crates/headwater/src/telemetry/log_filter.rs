@@ -28,13 +28,10 @@ const OUTAGE: [&str; 4] = [
 /// The part that reports the state itself.
 const MONITOR: &str = "headwater::server::stream_monitor";
 
-/// The console, whose pages name the request id that is to be found in the log. It does not repeat itself.
-const CONSOLE: &str = "headwater_console::";
-
 /// The filter of the log.
 pub(super) struct LogFilter {
     pub(super) levels: EnvFilter,
-    /// Whether to drop warnings about an unavailable stream backend, except those of [`MONITOR`] and [`CONSOLE`].
+    /// Whether to drop warnings about an unavailable stream backend, except those of [`MONITOR`] and the console.
     pub(super) drops_outages: bool,
 }
 
@@ -49,10 +46,12 @@ impl<S: Subscriber> Filter<S> for LogFilter {
 
     fn event_enabled(&self, event: &Event<'_>, _: &Context<'_, S>) -> bool {
         let target = event.metadata().target();
+        // The pages of the console name the request id that is to be found in the log. It does not repeat itself.
+        let is_of_console = target.starts_with("headwater_console::");
         if !self.drops_outages
             || *event.metadata().level() != Level::WARN
             || target == MONITOR
-            || target.starts_with(CONSOLE)
+            || is_of_console
         {
             return true;
         }

@@ -308,7 +308,7 @@ impl Tickets {
     }
 
     /// Deletes token counts of days that no budget needs any more, and aggregated reservations that have expired.
-    pub(crate) async fn delete_old_usage(&self) -> Result<(), TicketError> {
+    pub async fn delete_old_usage(&self) -> Result<(), TicketError> {
         let now = now();
         let first_day = budget::day_scope_prefix(budget::day_of(now.before(USAGE_KEPT)));
         // A reservation of yesterday may still be settled.

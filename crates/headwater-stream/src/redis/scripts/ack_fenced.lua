@@ -5,7 +5,8 @@ local stream, group = KEYS[1], ARGV[1]
 local holder, known = redis.pcall('GET', KEYS[2]), redis.pcall('GET', KEYS[3])
 -- The same as `current_epoch`; a table is the error of a value of another type.
 local is_current = type(holder) == 'string' and known == ARGV[2] .. ' ' .. holder
-if not is_current then
+-- Without ids, no XACK would find a stream of another type.
+if not is_current or #ARGV < 3 then
   local problem = check_type('stream', stream) or fenced(ARGV[2], KEYS[2], KEYS[3])
   if problem then return problem end
 end
