@@ -219,7 +219,12 @@ pub(crate) async fn consistency(screen: Screen) -> Response {
                 continue;
             }
             Err(error) => {
-                failed = Some(problem("The check", &error, &screen));
+                let problem = problem("The check", &error, &screen);
+                if cursor.is_empty() {
+                    // Nothing was checked.
+                    return consistency_page(&screen, problem);
+                }
+                failed = Some(problem);
                 break;
             }
         };
