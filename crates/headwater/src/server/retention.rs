@@ -55,6 +55,7 @@ impl HistoryRetention {
         let (mut events, mut issues) = (0, 0);
         // Also if what follows fails each time: every call of a model adds rows.
         let usage = self.tickets.delete_old_usage().await;
+        let reservations = self.tickets.delete_old_reservations().await;
         let waits = self.tickets.delete_budget_waits().await;
         if let Some(keep) = (tables::EVENTS.keep)(&self.settings) {
             let mut next = Some(EventLogId::default());
@@ -93,7 +94,7 @@ impl HistoryRetention {
         if let Some(keep) = keep_issues {
             self.tickets.delete_model_runs(keep).await?;
         }
-        usage.and(waits)?;
+        usage.and(reservations).and(waits)?;
         let keep = self.settings.metrics.unwrap_or_default();
         while rows::delete_batch(store, SystemClock.now().before(keep)).await? > 0 {
             sleep(PAUSE).await;

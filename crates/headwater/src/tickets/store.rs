@@ -307,8 +307,8 @@ impl Tickets {
         }
     }
 
-    /// Deletes token counts of days that no budget needs any more, and aggregated reservations that have expired.
-    pub async fn delete_old_usage(&self) -> Result<(), TicketError> {
+    /// Deletes token counts of days that no budget needs any more.
+    pub(crate) async fn delete_old_usage(&self) -> Result<(), TicketError> {
         let now = now();
         let first_day = budget::day_scope_prefix(budget::day_of(now.before(USAGE_KEPT)));
         // A reservation of yesterday may still be settled.
@@ -318,9 +318,14 @@ impl Tickets {
         for (kind, first_kept) in [("day:", &first_day), ("user:", &first_of_authors)] {
             self.delete_in_batches(delete, &[kind.into(), first_kept.into()]).await?;
         }
+        Ok(())
+    }
+
+    /// Deletes aggregated reservations that expired a while ago: a repeated settlement of a younger one must find it.
+    pub async fn delete_old_reservations(&self) -> Result<(), TicketError> {
         let delete = "DELETE FROM desk_reservations WHERE id IN (SELECT id FROM desk_reservations
              WHERE rolled_up AND expires_at <= $1 LIMIT $2)";
-        let before = statements::to_ms(now.before(budget::RESERVATION_TTL));
+        let before = statements::to_ms(now().before(budget::RESERVATION_TTL));
         self.delete_in_batches(delete, &[before.into()]).await
     }
 

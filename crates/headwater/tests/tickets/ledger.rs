@@ -167,7 +167,7 @@ pub(crate) async fn an_unsettled_reservation_expires_and_counts_as_its_prompt(fi
     );
     // Aggregated rows are deleted later.
     execute(&fixture, "UPDATE desk_reservations SET expires_at = 1").await;
-    fixture.tickets.delete_old_usage().await.unwrap();
+    fixture.tickets.delete_old_reservations().await.unwrap();
     assert_eq!(query_number(&fixture, "SELECT count(*) FROM desk_reservations").await, 0);
     assert_eq!(tokens_of_day(&fixture, 7).await, 600);
 }
