@@ -169,7 +169,7 @@ impl ConsoleState {
                 }
                 let now = Instant::now();
                 let (since, last) = failing.entry(path.to_owned()).or_insert((now, now));
-                // Nobody has looked in between, so it may have worked.
+                // Nothing was read in between, so the dependency may have worked meanwhile.
                 if now.duration_since(*last) > FAILING_GAP {
                     *since = now;
                 }
@@ -586,7 +586,7 @@ mod tests {
         tokio::time::advance(FAILING_GAP).await;
         assert_eq!(lasting().await, Some(FAILING_GAP));
         tokio::time::advance(Duration::from_secs(3 * 3600)).await;
-        assert_eq!(lasting().await, None, "nobody has looked for three hours");
+        assert_eq!(lasting().await, None, "nothing was read for three hours");
         tokio::time::advance(Duration::from_secs(2)).await;
         assert_eq!(lasting().await, Some(Duration::from_secs(2)));
     }

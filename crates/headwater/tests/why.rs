@@ -180,7 +180,7 @@ async fn a_dead_message_is_not_called_settled_if_there_are_many_dead_letters() {
         let (_, more) = server.post(&format!("{group}/pull"), &wanted).await.unwrap();
         pulled.extend(more["messages"].as_array().unwrap().iter().cloned());
     }
-    let bury = async |messages: &[Value], expected: usize| {
+    let dead_letter = async |messages: &[Value], expected: usize| {
         let letter = |message: &Value| json!({"lease": message["lease"], "outcome": "dead_letter", "reason": "no address"});
         for some in messages.chunks(100) {
             let settlements: Vec<_> = some.iter().map(letter).collect();
@@ -192,8 +192,8 @@ async fn a_dead_message_is_not_called_settled_if_there_are_many_dead_letters() {
         server.until("/api/v1/topics/orders", is_all).await.unwrap();
     };
     // The first message is the last to become a dead letter.
-    bury(&pulled[1..], OTHERS).await;
-    bury(&pulled[..1], OTHERS + 1).await;
+    dead_letter(&pulled[1..], OTHERS).await;
+    dead_letter(&pulled[..1], OTHERS + 1).await;
     let path = |index: usize| {
         let id = sent["messages"][index]["id"].as_str().unwrap();
         format!("/api/v1/topics/orders/messages/{id}/why")
