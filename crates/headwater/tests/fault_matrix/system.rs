@@ -461,7 +461,9 @@ impl System {
             Fault::PostgresSlow => sql.proxy().delay(DELAY).unwrap(),
             Fault::PostgresReadOnly => sql.set_database("SET default_transaction_read_only = on"),
             Fault::PostgresDenies => sql.set_database("ALLOW_CONNECTIONS false"),
-            Fault::PostgresFull => sql.query(DISK_FULL),
+            Fault::PostgresFull => {
+                [DISK_HAS_SPACE, ADD_TRIGGERS, DISK_FULL].map(|statement| sql.query(statement));
+            }
             Fault::PostgresWrongPassword => sql.set_password("other"),
             Fault::SqliteLocked => {
                 self.other_program =
@@ -521,7 +523,7 @@ impl System {
             }
             Fault::PostgresReadOnly => sql.set_database("RESET default_transaction_read_only"),
             Fault::PostgresDenies => sql.set_database("ALLOW_CONNECTIONS true"),
-            Fault::PostgresFull => sql.query("DROP FUNCTION disk_full CASCADE"),
+            Fault::PostgresFull => sql.query(DISK_HAS_SPACE),
             Fault::PostgresWrongPassword => sql.set_password("secret"),
             Fault::SqliteLocked => drop(self.other_program.take()),
             Fault::SqliteFull => {
@@ -552,15 +554,24 @@ async fn begin(mut connection: SqliteConnection, statements: &'static str) -> Sq
     connection
 }
 
-/// Makes every write fail as PostgreSQL does when a table cannot be extended.
-const DISK_FULL: &str = "
-    CREATE FUNCTION disk_full() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-        RAISE EXCEPTION 'could not extend file \"base/1/1\": No space left on device' USING ERRCODE = 'disk_full';
-    END $$;
+/// Adds a trigger, which does nothing yet, to every table. A transaction per table: with the locks of several tables it and a
+/// transaction of the worker could wait for each other, and PostgreSQL would cancel one.
+const ADD_TRIGGERS: &str = "
     DO $$ DECLARE one regclass; BEGIN
         FOR one IN SELECT oid FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace LOOP
             EXECUTE format('CREATE TRIGGER disk_full BEFORE INSERT OR UPDATE ON %s EXECUTE FUNCTION disk_full()', one);
+            COMMIT;
         END LOOP;
+    END $$";
+
+/// Makes writes succeed.
+const DISK_HAS_SPACE: &str = "
+    CREATE OR REPLACE FUNCTION disk_full() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NEW; END $$";
+
+/// Makes every write fail as PostgreSQL does when a table cannot be extended.
+const DISK_FULL: &str = "
+    CREATE OR REPLACE FUNCTION disk_full() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        RAISE EXCEPTION 'could not extend file \"base/1/1\": No space left on device' USING ERRCODE = 'disk_full';
     END $$";
 
 /// Creates the user `app`, who needs a password, and returns the URL for this user.
