@@ -462,7 +462,9 @@ impl System {
             Fault::PostgresReadOnly => sql.set_database("SET default_transaction_read_only = on"),
             Fault::PostgresDenies => sql.set_database("ALLOW_CONNECTIONS false"),
             Fault::PostgresFull => {
-                [DISK_HAS_SPACE, ADD_TRIGGERS, DISK_FULL].map(|statement| sql.query(statement));
+                for statement in [DISK_HAS_SPACE, ADD_TRIGGERS, DISK_FULL] {
+                    sql.query(statement);
+                }
             }
             Fault::PostgresWrongPassword => sql.set_password("other"),
             Fault::SqliteLocked => {
