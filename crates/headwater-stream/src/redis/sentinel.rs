@@ -34,6 +34,8 @@ const SWITCH_CHANNEL: &str = "+switch-master";
 pub(super) struct Sentinels {
     /// Those of the URL, then those that others named.
     addresses: Mutex<Vec<Address>>,
+    /// Number of those of the URL.
+    configured: usize,
     service: String,
 }
 
@@ -42,6 +44,9 @@ struct SentinelAnswer {
     primary: Address,
     /// The epoch of the failover that made it the primary.
     epoch: u64,
+    /// The Sentinel that answered, and those that it named.
+    sentinel: Address,
+    others: Vec<Address>,
     connection: Connection,
 }
 
@@ -49,7 +54,8 @@ impl Sentinels {
     /// At least one address.
     pub(super) fn new(addresses: Vec<Address>, service: String) -> Self {
         assert!(!addresses.is_empty(), "the URL names at least one host");
-        Self { addresses: Mutex::new(addresses), service }
+        let configured = addresses.len();
+        Self { addresses: Mutex::new(addresses), configured, service }
     }
 
     pub(super) fn first(&self) -> Address {
@@ -76,16 +82,23 @@ impl Sentinels {
         let queries = addresses.iter().map(|sentinel| self.query(sentinel, settings, until));
         let mut queries: FuturesUnordered<_> = queries.collect();
         let (mut newest, mut last_error) = (None::<SentinelAnswer>, None);
+        let (mut answered, mut named) = (Vec::new(), Vec::new());
         while let Ok(Some(result)) = timeout_at(until, queries.next()).await {
             match result {
-                Ok(answer) => {
+                Ok(mut answer) => {
                     until = until.min(Instant::now() + OTHERS_TIMEOUT);
+                    answered.push(answer.sentinel.clone());
+                    named.append(&mut answer.others);
                     if newest.as_ref().is_none_or(|known| known.epoch < answer.epoch) {
                         newest = Some(answer);
                     }
                 }
                 Err(error) => last_error = Some(error),
             }
+        }
+        drop(queries);
+        if newest.is_some() {
+            self.remember(answered, named);
         }
         newest.ok_or_else(|| {
             last_error.unwrap_or_else(|| ConnectError::NotReady {
@@ -119,14 +132,19 @@ impl Sentinels {
         query.add(&["SENTINEL", "MASTER", &self.service]);
         let replies = connection.request_until(query, deadline).await?;
         let primary = self.read(&replies, sentinel)?;
-        self.learn(others(&replies));
-        Ok(SentinelAnswer { primary, epoch: config_epoch(&replies), connection })
+        let (sentinel, others) = (sentinel.clone(), others(&replies));
+        let epoch = config_epoch(&replies);
+        Ok(SentinelAnswer { primary, epoch, sentinel, others, connection })
     }
 
-    /// Remembers the Sentinels that another one named.
-    fn learn(&self, others: Vec<Address>) {
+    /// Keeps the Sentinels of the URL, those that answered and those that they named, and forgets the others: they were removed
+    /// from the service. Over the limit, those that are named but do not answer are forgotten first.
+    fn remember(&self, answered: Vec<Address>, named: Vec<Address>) {
         let mut known = self.lock();
-        for address in others {
+        let learned = known.split_off(self.configured);
+        let (silent, new): (Vec<_>, Vec<_>) =
+            named.into_iter().partition(|address| learned.contains(address));
+        for address in answered.into_iter().chain(new).chain(silent) {
             if known.len() < SENTINELS_MAX && !known.contains(&address) {
                 known.push(address);
             }
@@ -248,4 +266,37 @@ fn config_epoch(replies: &RespReplies) -> u64 {
         Ok(0)
     };
     read(&mut replies.cursor()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn addresses(ports: impl IntoIterator<Item = u16>) -> Vec<Address> {
+        ports.into_iter().map(|port| Address { host: "a".to_owned(), port }).collect()
+    }
+
+    fn known(sentinels: &Sentinels) -> Vec<u16> {
+        sentinels.lock().iter().map(|address| address.port).collect()
+    }
+
+    #[test]
+    fn sentinels_that_neither_answer_nor_are_named_any_more_are_forgotten() {
+        let sentinels = Sentinels::new(addresses([1, 2]), "orders".to_owned());
+        sentinels.remember(addresses([1]), addresses([3, 4]));
+        assert_eq!(known(&sentinels), [1, 2, 3, 4]);
+        // 3 answers, although the others have forgotten it; 4 is gone; 1 and 2 are in the URL.
+        sentinels.remember(addresses([2, 3]), addresses([5]));
+        assert_eq!(known(&sentinels), [1, 2, 3, 5]);
+    }
+
+    #[test]
+    fn new_sentinels_are_remembered_when_the_limit_is_reached_by_silent_ones() {
+        let max = SENTINELS_MAX as u16;
+        let sentinels = Sentinels::new(addresses([1]), "orders".to_owned());
+        sentinels.remember(addresses([1]), addresses(2..=max));
+        sentinels.remember(addresses([1, 2]), addresses((3..=max).chain([90, 91])));
+        let expected: Vec<u16> = [1, 2, 90, 91].into_iter().chain(3..=max - 2).collect();
+        assert_eq!(known(&sentinels), expected);
+    }
 }
