@@ -187,21 +187,18 @@ impl GroupSubscription {
         self.held.values().filter(works).count()
     }
 
-    /// Whether the snapshot does not say who owns some partitions: their server did not answer.
+    /// Whether nothing says who owns some partitions: their server did not answer, and this process does not hold them.
     pub(super) fn is_partial(&self, snapshot: &GroupSnapshot) -> bool {
         (0..).zip(&self.leases).any(|(number, lease)| {
-            let info = snapshot.leases.get(lease);
-            !self.is_known(number, info.and_then(Option::as_ref))
+            let info = snapshot.leases.get(lease).and_then(Option::as_ref);
+            info.is_some_and(LeaseInfo::is_unknown) && !self.held.contains_key(&number)
         })
     }
 
-    fn is_known(&self, number: Partition, info: Option<&LeaseInfo>) -> bool {
-        self.held.contains_key(&number) || !info.is_some_and(LeaseInfo::is_unknown)
-    }
-
     /// Compares a snapshot with the held partitions. `None` if the snapshot does not cover this subscription: it lacks
-    /// some of its leases, or was read before this member registered. Partitions whose owner is unknown count as held by
-    /// another: the others are shared as if these did not exist.
+    /// some of its leases, or was read before this member registered. Partitions whose server did not answer stay as they are,
+    /// held or not, and the others are shared as if these did not exist: a member that counted those it holds would give more of
+    /// the others away than a member that cannot see their owner takes.
     pub(super) fn plan(
         &self,
         snapshot: &GroupSnapshot,
@@ -227,7 +224,7 @@ impl GroupSubscription {
         }
         let leases: Vec<(Partition, &Option<LeaseInfo>)> = (0..)
             .zip(leases)
-            .filter(|(number, info)| self.is_known(*number, info.as_ref()))
+            .filter(|(_, info)| !info.as_ref().is_some_and(LeaseInfo::is_unknown))
             .collect();
         let current = |(number, info): &(Partition, &Option<LeaseInfo>)| match info {
             // The snapshot is older than the local state.

@@ -46,7 +46,7 @@ fn victim() -> Result<()> {
                         println!("DYING at delivery {}", message.deliveries);
                         std::process::abort();
                     }
-                    b"hang" => {
+                    payload if payload.ends_with(b"hang") => {
                         println!("HANGING");
                         std::future::pending::<()>().await;
                     }
@@ -86,7 +86,8 @@ async fn wait_until_first(
     }
 }
 
-fn spawn(fixture: &Fixture, mode: &str) -> Result<Child> {
+/// Starts a consumer in a process of its own.
+pub(crate) fn spawn(fixture: &Fixture, mode: &str) -> Result<Child> {
     Child::spawn_self(
         "crash::victim",
         &[("URL", &fixture.url), ("TOPIC", &fixture.topic), ("MODE", mode)],

@@ -274,13 +274,18 @@ impl ShardFixture {
         baseline: Duration,
     ) -> Result<()> {
         let waited = self.longest_wait(name, limit).await?;
-        let mut counts = self.counts.lock().expect("no panic");
-        counts.longest_stop = counts.longest_stop.max(waited);
+        self.record_stop(waited);
         assert!(
             waited < self.stop_max,
             "a message of `{name}` was handled after {waited:?}; before the fault it took up to {baseline:?}"
         );
         Ok(())
+    }
+
+    /// Adds the time that a partition of a healthy server stood still to the counts.
+    pub(crate) fn record_stop(&self, stop: Duration) {
+        let mut counts = self.counts.lock().expect("no panic");
+        counts.longest_stop = counts.longest_stop.max(stop);
     }
 
     async fn longest_wait(&self, name: &str, limit: Duration) -> Result<Duration> {

@@ -1,13 +1,14 @@
-//! Partitions of a dead server are revoked, or their subscription stops: the partitions of the other servers go on.
+//! A server is dead, and members join, die or leave meanwhile: the partitions of the other servers go on.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use headwater_queue::{ConsumerConfig, Mode, Outcome, Policies, Queue, QueueConfig};
 use headwater_stream::{Options, connect};
 use headwater_testkit::unique;
 
+use crate::crash;
 use crate::dead_shard::{STOP_MAX, ServerFault, ShardFixture, Victim};
 use crate::fixture::{GROUP, eventually};
 use crate::recording_handler::recording_handler;
@@ -17,10 +18,11 @@ const AFTER_FAULT: Duration = Duration::from_millis(500);
 /// Longer than the deadline of a call, after which a process can join, and than the one of the calls after that.
 const OBSERVED_FOR: Duration = Duration::from_secs(14);
 
-/// A process joins while the first still holds its partitions of the dead server, so that some of them are revoked. Those
-/// of the other servers that are not must go on.
+/// A process joins while the first still holds its partitions of the dead server, which the second cannot see. Each partition of
+/// the other servers goes on, at one of the two.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn kept_partitions_go_on_while_those_of_a_dead_server_are_revoked() -> Result<()> {
+async fn a_process_that_joins_takes_what_the_holder_of_unreachable_partitions_gives_away()
+-> Result<()> {
     let mut shards = ShardFixture::start(Victim::PartitionsOnly).await?;
     let config = || QueueConfig { rebalance_every: AFTER_FAULT, ..Default::default() };
     shards.fixture.queue = Queue::with_config(Arc::clone(&shards.fixture.backend), config())?;
@@ -39,17 +41,16 @@ async fn kept_partitions_go_on_while_those_of_a_dead_server_are_revoked() -> Res
     let sending = shards.longest_waits("revoked", OBSERVED_FOR);
     let (second, waits) = tokio::join!(joining, sending);
     let (second, waits) = (second?, waits?);
-    // A member keeps the first of its partitions.
-    let half = shards.streams.len() / 2;
-    for (partition, (wait, last)) in waits.into_iter().filter(|(partition, _)| *partition < half) {
-        assert_eq!(last, 1, "{partition} is not revoked");
+    let taken = waits.values().filter(|(_, last)| *last == 2).count();
+    assert!(taken > 0, "the second process took partitions of the other servers");
+    let longest = waits.values().map(|(wait, _)| *wait).max().unwrap_or_default();
+    shards.record_stop(longest);
+    for (partition, (wait, last)) in waits {
         assert!(
             wait < STOP_MAX + baseline,
-            "partition {partition} stood still for {wait:?}; before the fault a message waited up to {baseline:?}"
+            "partition {partition}, now of process {last}, stood still for {wait:?}; before the fault a message waited up to {baseline:?}"
         );
     }
-    eventually("the second process has partitions", async || Ok(second.stats().partitions > 0))
-        .await?;
 
     ServerFault::Dead.end(shards.victims()?)?;
     shards.cluster.wait_until_ok(Duration::from_secs(60))?;
@@ -62,6 +63,54 @@ async fn kept_partitions_go_on_while_those_of_a_dead_server_are_revoked() -> Res
     }
     tokio::join!(first.stop(), second.stop());
     shards.report("revoked without one server")
+}
+
+/// A member dies while a server is dead, with messages of the other servers in hand.
+async fn a_dead_member_is_replaced_without_a_dead_server(mode: Mode) -> Result<()> {
+    let shards = ShardFixture::start(Victim::PartitionsOnly).await?;
+    let healthy = shards.healthy();
+    let queue = shards.fixture.second_queue().await?;
+    let survivor = shards.subscribe(&queue, 1, mode).await?;
+    let dying =
+        crash::spawn(&shards.fixture, if mode == Mode::Shared { "Shared" } else { "Owned" })?;
+    let mut rounds = Vec::new();
+    // Until the other process has one of the messages.
+    loop {
+        let round = format!("{} hang", rounds.len());
+        shards.send(&healthy, &round).await?;
+        rounds.push(round);
+        if dying.line_after("HANGING", AFTER_FAULT).is_ok() {
+            break;
+        }
+        ensure!(rounds.len() < 100, "the other process gets no message");
+    }
+
+    ServerFault::Dead.begin(shards.victims()?)?;
+    tokio::time::sleep(AFTER_FAULT).await;
+    dying.kill9()?;
+    for round in &rounds {
+        shards.wait_for(&healthy, round).await?;
+    }
+    shards.send(&healthy, "alone").await?;
+    shards.wait_for(&healthy, "alone").await?;
+
+    ServerFault::Dead.end(shards.victims()?)?;
+    shards.cluster.wait_until_ok(Duration::from_secs(60))?;
+    let all: Vec<usize> = (0..shards.streams.len()).collect();
+    shards.send(&all, "after").await?;
+    shards.wait_for(&all, "after").await?;
+    survivor.stop().await;
+    shards.report("a member died without one server")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn healthy_partitions_of_a_dead_member_are_taken_over_without_a_dead_server() -> Result<()> {
+    a_dead_member_is_replaced_without_a_dead_server(Mode::Owned).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn messages_of_a_dead_member_are_reclaimed_without_a_dead_server() -> Result<()> {
+    a_dead_member_is_replaced_without_a_dead_server(Mode::Shared).await
 }
 
 /// Another subscription of the same group stops, whose partition is on the dead server.
