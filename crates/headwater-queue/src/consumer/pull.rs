@@ -23,6 +23,7 @@ use headwater_stream::{
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
+use tracing::warn;
 
 use super::key_queues::InFlightMessage;
 use super::metrics::PartitionMetrics;
@@ -277,7 +278,10 @@ impl Puller {
                 FinishedDelivery { action: SettleAction::Release, result: DeliveryResult::Release }
             }
             outcome => {
-                let Some(item) = self.read_entry(&stream, lease.id).await? else { return Ok(None) };
+                let Some(item) = self.read_entry(&stream, lease.id).await? else {
+                    self.warn_if_lost(topic, group, &stream, lease).await?;
+                    return Ok(None);
+                };
                 match policy(topic, lease.partition, group).decide(&item, outcome) {
                     Disposition::Settle(finished) => finished,
                     Disposition::RetryInPlace { .. } => {
@@ -294,6 +298,23 @@ impl Puller {
             Err(StreamError::NoGroup { .. }) => Ok(None),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Reports a message whose retry or dead letter could not be written, because the server lost the entry: it generated no id as
+    /// high since. Only the caller has the payload.
+    async fn warn_if_lost(
+        &self,
+        topic: &Topic,
+        group: &GroupName,
+        stream: &StreamName,
+        lease: &MessageLease,
+    ) -> Result<()> {
+        let stats = self.shared.queue.inner.backend.stats_without_lag(stream).await?;
+        if stats.is_none_or(|stats| stats.last_generated_id < lease.id) {
+            metrics(topic, lease.partition, group).record_anomaly("lost_by_the_server", 1);
+            warn!(%stream, %group, entry_id = %lease.id, "the server lost an entry that was pulled, so it has no retry and no dead letter; the message is lost unless its consumer sends it again");
+        }
+        Ok(())
     }
 
     /// The entry of a lease; `None` if it was trimmed or deleted.

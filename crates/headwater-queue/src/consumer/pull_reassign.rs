@@ -2,10 +2,10 @@
 //!
 //! Upstream: `pull_driver`, once per tick while callers wait. Downstream: the backend lists pending entries and reclaims
 //! them under another consumer name, which fences the former holder.
-//! Guarantees: an entry whose lease was extended after it was listed is not reassigned. A partition that fails is excluded
-//! (`pull_streams`), and the others are checked.
+//! Guarantees: an entry whose lease was extended after it was listed is not reassigned. A reassignment whose reply was lost is
+//! completed later, and counts as one delivery. A partition that fails is excluded (`pull_streams`), and the others are checked.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -44,6 +44,24 @@ pub(super) struct LeaseCheck {
     /// Pending entries of each partition.
     pub(super) pending: HashMap<Partition, u64>,
     names: u64,
+    /// Entries of reassignments without a reply, by the consumer name of each: they may have taken effect.
+    unanswered: HashMap<ConsumerName, BTreeSet<EntryId>>,
+}
+
+impl LeaseCheck {
+    /// Whether no caller can have got this entry, because the reply of its last reassignment was lost.
+    fn is_undelivered(&self, row: &PendingDelivery) -> bool {
+        self.unanswered.get(&row.consumer).is_some_and(|ids| ids.contains(&row.id))
+    }
+
+    fn record_answer(&mut self, consumer: &ConsumerName, ids: &[EntryId]) {
+        if let Some(unanswered) = self.unanswered.get_mut(consumer) {
+            unanswered.retain(|id| !ids.contains(id));
+            if unanswered.is_empty() {
+                self.unanswered.remove(consumer);
+            }
+        }
+    }
 }
 
 impl JoinedPullDriver {
@@ -97,9 +115,10 @@ impl JoinedPullDriver {
         mut wanted: usize,
         rows: Vec<PendingDelivery>,
     ) -> StreamResult<()> {
-        let mut by_consumer: BTreeMap<ConsumerName, Vec<PendingDelivery>> = BTreeMap::new();
+        let mut by_consumer: BTreeMap<(ConsumerName, bool), Vec<PendingDelivery>> = BTreeMap::new();
         for row in rows {
-            if row.idle < self.idle_max(&row.consumer) {
+            let is_undelivered = self.check.is_undelivered(&row);
+            if row.idle < self.idle_max(&row.consumer) && !is_undelivered {
                 continue;
             }
             if wanted == 0 {
@@ -109,9 +128,9 @@ impl JoinedPullDriver {
                 break;
             }
             wanted -= 1;
-            by_consumer.entry(row.consumer.clone()).or_default().push(row);
+            by_consumer.entry((row.consumer.clone(), is_undelivered)).or_default().push(row);
         }
-        for rows in by_consumer.into_values() {
+        for ((_, is_undelivered), rows) in by_consumer {
             let mut rows = &rows[..];
             while !rows.is_empty() {
                 let held = self.driver.held_bytes(lease);
@@ -121,7 +140,10 @@ impl JoinedPullDriver {
                 }
                 let count = fitting.clamp(1, READ_MAX).min(rows.len());
                 let (next, rest) = rows.split_at(count);
-                self.take_over(topic, partition, lease, next).await?;
+                match is_undelivered {
+                    true => self.complete_take_over(topic, partition, next).await?,
+                    false => self.take_over(topic, partition, lease, next).await?,
+                }
                 rows = rest;
             }
             if !rows.is_empty() {
@@ -183,17 +205,57 @@ impl JoinedPullDriver {
         let ids: Vec<EntryId> = rows.iter().map(|row| row.id).collect();
         self.check.names = self.check.names % NAMES_MAX + 1;
         let consumer = lease_consumer(lease, self.check.names, &self.name);
+        self.check.unanswered.remove(&consumer);
+        let entries = self
+            .reclaim(topic, partition, &consumer, ReclaimFrom::Ids(&ids), min_idle)
+            .await
+            .inspect_err(|error| {
+                if error.is_transient() {
+                    self.check.unanswered.insert(consumer, ids.iter().copied().collect());
+                }
+            })?;
+        if entries > 0 {
+            let (stream, former) = (keys::stream(topic, partition), &rows[0].consumer);
+            info!(%stream, consumer = %former, entries, "pending entries are delivered again");
+        }
+        Ok(())
+    }
+
+    /// Holds entries of a take-over whose reply was lost. The server counted their delivery then, and does not count it again.
+    async fn complete_take_over(
+        &mut self,
+        topic: &Arc<Topic>,
+        partition: Partition,
+        rows: &[PendingDelivery],
+    ) -> StreamResult<()> {
+        let Some(consumer) = rows.first().map(|row| row.consumer.clone()) else { return Ok(()) };
+        let ids: Vec<EntryId> = rows.iter().map(|row| row.id).collect();
+        let own = ReclaimFrom::Own(&ids);
+        self.reclaim(topic, partition, &consumer, own, Duration::ZERO).await?;
+        self.check.record_answer(&consumer, &ids);
+        Ok(())
+    }
+
+    /// Reclaims entries for a consumer name and holds them. Returns how many.
+    async fn reclaim(
+        &mut self,
+        topic: &Arc<Topic>,
+        partition: Partition,
+        consumer: &ConsumerName,
+        from: ReclaimFrom<'_>,
+        min_idle: Duration,
+    ) -> StreamResult<usize> {
         let stream = &keys::stream(topic, partition);
         let leased_at = Instant::now();
         let reclaim = ReclaimRequest {
             stream,
             group: &self.driver.key.1,
-            consumer: &consumer,
+            consumer,
             fence: None,
-            from: ReclaimFrom::Ids(&ids),
+            from,
             min_idle,
             after: None,
-            count: ids.len(),
+            count: READ_MAX,
         };
         let reclaimed = self.backend.reclaim(reclaim).await?;
         if !reclaimed.deleted.is_empty() {
@@ -201,13 +263,12 @@ impl JoinedPullDriver {
                 .record_anomaly("deleted_while_pending", reclaimed.deleted.len());
             warn!(%stream, entries = reclaimed.deleted.len(), "pending entries were trimmed or deleted; the messages are lost");
         }
-        if !reclaimed.entries.is_empty() {
+        let entries = reclaimed.entries.len();
+        if entries > 0 {
             self.message_size.record(largest_bytes(&reclaimed.entries));
-            let former = &rows[0].consumer;
-            info!(%stream, consumer = %former, entries = reclaimed.entries.len(), "pending entries are delivered again");
         }
-        self.hold(topic, partition, &consumer, leased_at, reclaimed.entries);
-        Ok(())
+        self.hold(topic, partition, consumer, leased_at, reclaimed.entries);
+        Ok(entries)
     }
 }
 

@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use anyhow::Result;
-use headwater_queue::{PullRequest, Puller, Queue};
+use anyhow::{Context, Result};
+use headwater_queue::{LeaseResult, Outcome, PullRequest, Puller, Queue, metrics};
 use headwater_stream::{Fields, SettleAction};
 
 use crate::fixture::{Fixture, GROUP, short_leases};
 use crate::lossy_backend::LossyBackend;
+use crate::metric_recorder::{counter_value, install_metric_recorder};
 
 fn puller(fixture: &Fixture) -> Result<(Puller, Arc<LossyBackend>)> {
     let lossy = LossyBackend::new(Arc::clone(&fixture.backend));
@@ -58,3 +59,66 @@ async fn a_refused_message_that_cannot_be_settled_fails_no_pull() -> Result<()> 
     assert_eq!(lossy.settles.load(Ordering::SeqCst), 0, "settling the refused message was tried");
     Ok(())
 }
+
+/// More replies are lost than a message may crash consumers.
+async fn lost_replies_of_reassignments_do_not_count_as_crashes(fixture: Fixture) -> Result<()> {
+    fixture.create(1).await?;
+    fixture.send(0, None, "work").await?;
+    let (puller, lossy) = puller(&fixture)?;
+    let short = PullRequest { lease: Duration::from_secs(1), ..request(1) };
+    let first = puller.pull(&fixture.topic, GROUP, short).await?;
+    assert_eq!(first[0].message.deliveries, 1);
+
+    // The caller dies.
+    lossy.reclaims.store(7, Ordering::SeqCst);
+    let again = loop {
+        match puller.pull(&fixture.topic, GROUP, short).await {
+            Ok(pulled) if pulled.is_empty() => {}
+            Ok(mut pulled) => break pulled.remove(0),
+            Err(error) => assert!(error.is_transient(), "{error:?}"),
+        }
+    };
+    assert_eq!(lossy.reclaims.load(Ordering::SeqCst), 0);
+    assert_eq!((again.message.payload.as_ref(), again.message.deliveries), (&b"work"[..], 2));
+    // The lease is a new one, and valid.
+    assert_ne!(again.lease, first[0].lease);
+    let settled = puller.settle(&fixture.topic, GROUP, vec![(again.lease, Outcome::Done)]).await?;
+    assert_eq!(settled, [LeaseResult::Applied]);
+    assert_eq!(fixture.dead_letters().await?, []);
+    assert!(fixture.pending(0).await?.is_empty());
+    puller.close().await;
+    Ok(())
+}
+
+async fn a_retry_of_a_message_that_the_server_lost_is_counted(fixture: Fixture) -> Result<()> {
+    install_metric_recorder();
+    fixture.create(1).await?;
+    for payload in ["deleted", "lost"] {
+        fixture.send(0, None, payload).await?;
+    }
+    let puller = fixture.queue.puller();
+    let mut pulled = Vec::new();
+    while pulled.len() < 2 {
+        pulled.extend(puller.pull(&fixture.topic, GROUP, request(2)).await?);
+    }
+    let lost = || counter_value(metrics::ANOMALIES, &fixture.topic, "lost_by_the_server");
+    let retry = |at: usize| vec![(pulled[at].lease.clone(), Outcome::retry("again"))];
+    let stream = fixture.stream(0).await?;
+
+    let first = pulled[0].lease.to_string();
+    let id = first.split('/').nth(1).context("the second part is the id")?.parse()?;
+    fixture.backend.delete_entries(&stream, &[id]).await?;
+    assert_eq!(puller.settle(&fixture.topic, GROUP, retry(0)).await?, [LeaseResult::Expired]);
+    assert_eq!(lost(), 0);
+
+    fixture.backend.delete_stream(&stream).await?;
+    assert_eq!(puller.settle(&fixture.topic, GROUP, retry(1)).await?, [LeaseResult::Expired]);
+    assert_eq!(lost(), 1);
+    puller.close().await;
+    Ok(())
+}
+
+on_every_backend!(
+    lost_replies_of_reassignments_do_not_count_as_crashes,
+    a_retry_of_a_message_that_the_server_lost_is_counted,
+);
