@@ -15,7 +15,7 @@ use crate::issue::{
     ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId,
     ProcessingStatus,
 };
-use crate::limits::CONSISTENCY_PAGE;
+use crate::limits::{CONSISTENCY_PAGE, CONSISTENCY_PAGE_IF_SLOW};
 use crate::outbox::types::{OutboxKind, OutboxRow};
 
 /// An integration, a row of `integrations`.
@@ -405,12 +405,30 @@ pub trait AdminStore: Send + Sync {
         issues_max: usize,
     ) -> Result<ConsistencyReport>;
 
+    /// Like [`check_consistency_page`](Self::check_consistency_page), but with fewer issues if the page does not end within the
+    /// deadline of a call, as with very many event logs per issue.
+    async fn check_fitting_page(
+        &self,
+        after: Option<IssueId>,
+        issues_max: usize,
+    ) -> Result<ConsistencyReport> {
+        match self.check_consistency_page(after, issues_max).await {
+            Err(error) if error.is_transient() && issues_max > CONSISTENCY_PAGE_IF_SLOW => {
+                self.check_consistency_page(after, CONSISTENCY_PAGE_IF_SLOW).await
+            }
+            checked => checked,
+        }
+    }
+
     /// Checks all issues, page by page, and keeps up to `discrepancies_max` inconsistent issues. Reads all event logs, but no
     /// snapshot is held longer than a page.
     async fn check_consistency(&self, discrepancies_max: usize) -> Result<ConsistencyReport> {
         let mut report = ConsistencyReport::default();
+        let mut issues_max = CONSISTENCY_PAGE;
         loop {
-            let page = self.check_consistency_page(report.resume_after, CONSISTENCY_PAGE).await?;
+            let page = self.check_fitting_page(report.resume_after, issues_max).await?;
+            // If fewer fitted, the next page is not larger.
+            issues_max = usize::try_from(page.issues).unwrap_or(issues_max).clamp(1, issues_max);
             report.add_page(page, discrepancies_max);
             if report.resume_after.is_none() {
                 return Ok(report);

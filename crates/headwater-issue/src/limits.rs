@@ -68,6 +68,9 @@ pub const SWEEP_MAX: usize = 1000;
 /// some ten thousand event logs per issue.
 pub(crate) const CONSISTENCY_PAGE: usize = 200;
 
+/// Issues in a page after a larger one took longer than a call may: it ends in time also with a million event logs per issue.
+pub(crate) const CONSISTENCY_PAGE_IF_SLOW: usize = 10;
+
 /// Undelivered outbox rows that a diagnosis of an issue reads.
 pub const UNDELIVERED_MAX: usize = 100;
 

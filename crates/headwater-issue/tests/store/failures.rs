@@ -315,3 +315,25 @@ async fn a_failed_consistency_check_resumes_after_its_last_page() -> Result<()> 
     assert_eq!((rest.issues, rest.discrepancies_total, rest.resume_after), (1, 1, None));
     Ok(())
 }
+
+/// Reading one event log takes 10 ms, so 300 issues take longer than a call may, and ten do not.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_consistency_check_that_takes_too_long_goes_on_in_smaller_pages() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    let store = store_with_short_timeout(&database.url()).await?;
+    for issue in 0..300 {
+        record(&*store, &issue.to_string(), &issue.to_string()).await?;
+    }
+    database.query("ALTER TABLE event_logs RENAME TO fast_event_logs")?;
+    database.query(
+        "CREATE VIEW event_logs AS SELECT * FROM fast_event_logs WHERE pg_sleep(0.01) IS NOT NULL",
+    )?;
+    let page = store.check_consistency_page(None, 300).await;
+    assert!(page.as_ref().is_err_and(IssueError::is_transient), "{page:?}");
+
+    let fitting = store.check_fitting_page(None, 300).await?;
+    assert!((1..300).contains(&fitting.issues) && fitting.resume_after.is_some(), "{fitting:?}");
+    let all = headwater_issue::check_consistency(store.as_ref()).await?;
+    assert_eq!((all.issues, all.recorded, all.is_consistent()), (300, 300, true));
+    Ok(())
+}

@@ -473,7 +473,7 @@ fn describe(entry: AuditRow) -> AuditEntryDto {
 pub(crate) struct ConsistencyQuery {
     /// `next_cursor` of the previous page, which is the id of its last issue.
     cursor: Option<i64>,
-    /// Maximum number of issues: 200 by default, 1000 at most. Take fewer if issues with very many events time out.
+    /// Maximum number of issues: 200 by default, 1000 at most. Fewer are checked if these have so many events that it takes too long.
     limit: Option<usize>,
 }
 
@@ -517,7 +517,7 @@ async fn books(
     QueryParams(query): QueryParams<ConsistencyQuery>,
 ) -> JsonResult<ConsistencyResponse> {
     let limit = paging::limit(query.limit, CONSISTENCY_DEFAULT, CONSISTENCY_MAX)?;
-    let audit = app.store.check_consistency_page(query.cursor.map(IssueId), limit).await?;
+    let audit = app.store.check_fitting_page(query.cursor.map(IssueId), limit).await?;
     let line = |found: &headwater_issue::Discrepancy| DiscrepancyDto {
         issue_id: found.issue_id.0,
         processing_status: found.status.as_str(),
