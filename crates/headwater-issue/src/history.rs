@@ -182,8 +182,8 @@ pub async fn lock_deletable(
     is_deletable.map_err(|error| failed("checking an issue", error))
 }
 
-/// Deletes the oldest processed event logs and runs of an issue that [`lock_deletable`] has locked, at most `limit` of each. Returns
-/// whether there may be more: then commit, so that the transaction stays short, and begin again.
+/// Deletes the oldest processed event logs, runs and delivered or dead outbox rows of an issue that [`lock_deletable`] has locked, at
+/// most `limit` of each. Returns whether there may be more: then commit, so that the transaction stays short, and begin again.
 pub async fn delete_history_of(
     transaction: &mut dyn Transaction,
     issue_id: IssueId,
@@ -195,6 +195,8 @@ pub async fn delete_history_of(
              WHERE issue_id = $1 AND processed_at IS NOT NULL ORDER BY id LIMIT $2)",
         "DELETE FROM issue_runs WHERE issue_id = $1 AND epoch IN (SELECT epoch FROM issue_runs
              WHERE issue_id = $1 ORDER BY epoch LIMIT $2)",
+        "DELETE FROM outbox WHERE id IN (SELECT id FROM outbox
+             WHERE issue_id = $1 AND status IN ('delivered', 'dead') ORDER BY id LIMIT $2)",
     ] {
         let parameters = [issue_id.0.into(), to_i64(limit).into()];
         let deleted = transaction.connection().execute(delete, &parameters).await;

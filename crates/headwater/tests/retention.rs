@@ -185,6 +185,23 @@ async fn an_issue_with_many_events_is_deleted_in_small_transactions() -> Result<
          FROM event_logs, generate_series(1, 1700) AS n WHERE issue_id = {issue}"
     ))
     .await?;
+    sql.run(&format!(
+        "INSERT INTO outbox (issue_id, integration_id, kind, target, idempotency_key, payload, status, due_at)
+         SELECT issue_id, integration_id, 'event', 'x', 'copy ' || n, '{{}}', 'delivered', now()
+         FROM event_logs, generate_series(1, 1300) AS n WHERE issue_id = {issue} AND dedup_key NOT LIKE 'copy %'"
+    ))
+    .await?;
+    sql.run(&format!(
+        "INSERT INTO tickets (ticket_id, issue_id, user_id, title, status, created_at, updated_at)
+         SELECT gen_random_uuid(), {issue}, 'ada', 'parcel', 'closed', now(), now()"
+    ))
+    .await?;
+    sql.run(&format!(
+        "INSERT INTO ticket_messages (message_id, ticket_id, author, content, created_at)
+         SELECT gen_random_uuid(), ticket_id, 'user', 'where is it', now()
+         FROM tickets, generate_series(1, 1400) WHERE issue_id = {issue}"
+    ))
+    .await?;
     // Of integrations and of authors.
     for kind in ["day", "user"] {
         sql.run(&format!(
@@ -206,6 +223,10 @@ async fn an_issue_with_many_events_is_deleted_in_small_transactions() -> Result<
          CREATE FUNCTION count_deletions() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
              INSERT INTO deletions SELECT TG_TABLE_NAME, txid_current(), count(*) FROM gone; RETURN NULL; END $$;
          CREATE TRIGGER count_events AFTER DELETE ON event_logs REFERENCING OLD TABLE AS gone
+             FOR EACH STATEMENT EXECUTE FUNCTION count_deletions();
+         CREATE TRIGGER count_outbox AFTER DELETE ON outbox REFERENCING OLD TABLE AS gone
+             FOR EACH STATEMENT EXECUTE FUNCTION count_deletions();
+         CREATE TRIGGER count_messages AFTER DELETE ON ticket_messages REFERENCING OLD TABLE AS gone
              FOR EACH STATEMENT EXECUTE FUNCTION count_deletions();
          CREATE TRIGGER count_usage AFTER DELETE ON desk_usage REFERENCING OLD TABLE AS gone
              FOR EACH STATEMENT EXECUTE FUNCTION count_deletions();
@@ -230,6 +251,8 @@ async fn an_issue_with_many_events_is_deleted_in_small_transactions() -> Result<
     }
     let deleted = [
         ("event_logs", 1700),
+        ("outbox", 1300),
+        ("ticket_messages", 1400),
         ("desk_usage", 2400),
         ("desk_reservations", 1200),
         ("audit_log", 1600),

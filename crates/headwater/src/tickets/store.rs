@@ -278,8 +278,8 @@ impl Tickets {
     /// Deletes an issue with its ticket, messages, events, replies and token counts. Returns false if the condition does not
     /// hold, or if the age matters and the ticket is open or a draft waits for a decision.
     ///
-    /// Processed events are deleted first, in transactions of [`DELETE_BATCH`] rows. If the condition ceases to hold in between,
-    /// the issue is kept without its oldest events.
+    /// Processed events, runs, replies and messages are deleted first, in transactions of [`DELETE_BATCH`] rows of each. If the
+    /// condition ceases to hold in between, the issue is kept without the oldest of them.
     pub(crate) async fn delete_issue(
         &self,
         issue_id: IssueId,
@@ -297,7 +297,10 @@ impl Tickets {
                 return Ok(false);
             }
             let deleting = transaction.as_mut();
-            if !history::delete_history_of(deleting, issue_id, DELETE_BATCH).await? {
+            let has_more = history::delete_history_of(deleting, issue_id, DELETE_BATCH).await?
+                | statements::delete_messages_of(deleting.connection(), issue_id, DELETE_BATCH)
+                    .await?;
+            if !has_more {
                 statements::delete_ticket_of(transaction.as_mut(), issue_id).await?;
                 history::delete_issue(transaction.as_mut(), issue_id).await?;
                 transaction.commit().await?;

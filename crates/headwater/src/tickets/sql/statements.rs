@@ -173,6 +173,20 @@ pub(crate) async fn has_pending_draft(
     Ok(!found.is_empty())
 }
 
+/// Deletes the oldest messages of the ticket of an issue, at most `limit`. Returns whether there may be more.
+pub(crate) async fn delete_messages_of(
+    connection: StoreConnection<'_>,
+    issue_id: IssueId,
+    limit: usize,
+) -> Result<bool, TicketError> {
+    let delete = "DELETE FROM ticket_messages WHERE seq IN (SELECT m.seq FROM ticket_messages AS m
+         JOIN tickets AS t ON t.ticket_id = m.ticket_id WHERE t.issue_id = $1 ORDER BY m.seq LIMIT $2)";
+    let limited = i64::try_from(limit).unwrap_or(i64::MAX);
+    let deleted = connection.execute(delete, &[issue_id.0.into(), limited.into()]).await;
+    let deleted = deleted.map_err(|error| database_error("delete messages", error))?;
+    Ok(deleted >= limit as u64)
+}
+
 /// Deletes the ticket of an issue with its messages, drafts, effects and token counts.
 pub(crate) async fn delete_ticket_of(
     transaction: &mut dyn Transaction,
