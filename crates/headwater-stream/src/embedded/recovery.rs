@@ -314,13 +314,13 @@ fn remove_files(files: impl Iterator<Item = PathBuf>) {
 fn unreadable(path: &Path, problem: FrameError) -> StreamError {
     match problem {
         FrameError::Damaged { offset, problem } => corrupt(path, offset, &problem),
-        FrameError::Version(version) => StreamError::Unavailable {
-            problem: format!(
-                "`{}` has format version {version}, which this version does not support",
+        FrameError::Version(version) => StreamError::invalid(
+            "file format",
+            format!(
+                "`{}` has version {version}, which this version of Headwater does not support; open it with the version that wrote it",
                 path.display()
             ),
-            source: None,
-        },
+        ),
         FrameError::Incomplete => corrupt(path, 0, "shorter than the file header"),
         FrameError::Io(error) => unavailable(path, "could not be read", error),
     }
