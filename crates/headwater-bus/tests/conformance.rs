@@ -44,3 +44,19 @@ mod redis_cluster {
 
     headwater_conformance::bus_suite!(setup());
 }
+
+/// As a user that may use only keys and channels that begin with its prefix, besides the notifications of the server.
+mod redis_prefix {
+    use super::*;
+
+    async fn setup() -> BusTestEnv {
+        let redis = Redis::shared().unwrap();
+        let allowed =
+            ["resetkeys", "~bus1:*", "resetchannels", "&bus1:*", "&__keyevent@*", "+@all"];
+        let user = [&["ACL", "SETUSER", "bus1", "on", ">secret"][..], &allowed].concat();
+        redis.command(&user).unwrap().ok().unwrap();
+        open(&format!("redis://bus1:secret@{}/?prefix=bus1:", redis.addr())).await.keep(redis)
+    }
+
+    headwater_conformance::bus_suite!(setup());
+}

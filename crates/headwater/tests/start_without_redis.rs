@@ -77,9 +77,34 @@ fn published(redis: &Redis) -> usize {
     length.ok().and_then(|length| length.text().parse().ok()).unwrap_or_default()
 }
 
-async fn starts_without_redis(database: Option<&str>) -> Result<()> {
+/// How Redis is missing.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Absence {
+    /// It refuses connections.
+    Down,
+    /// It accepts connections and does not answer.
+    Hangs,
+}
+
+impl Absence {
+    fn begin(self, redis: &Redis) -> Result<()> {
+        match self {
+            Self::Down => redis.stop(),
+            Self::Hangs => redis.pause(),
+        }
+    }
+
+    fn end(self, redis: &Redis) -> Result<()> {
+        match self {
+            Self::Down => redis.restart(),
+            Self::Hangs => redis.resume(),
+        }
+    }
+}
+
+async fn starts_without_redis(database: Option<&str>, absence: Absence) -> Result<()> {
     let redis = Redis::start()?;
-    redis.stop()?;
+    absence.begin(&redis)?;
     let dir = ServerDir::new()?.settings(&integrations())?;
     let url = redis.url();
     let mut arguments = vec!["--stream-url", &url];
@@ -99,11 +124,11 @@ async fn starts_without_redis(database: Option<&str>) -> Result<()> {
         ensure!(server.stop()?.success(), "{}", server.log());
         server = dir.serve(&[&arguments[..], &["--worker-concurrency", "1"]].concat())?;
         webhook(&server, 2).await?;
-        redis.restart()?;
+        absence.end(&redis)?;
         is_ready(&worker).await?;
         ensure!(worker.stop()?.success(), "{}", worker.log());
     } else {
-        redis.restart()?;
+        absence.end(&redis)?;
     }
 
     // Redis came: everything uses it, without a restart.
@@ -126,12 +151,18 @@ async fn starts_without_redis(database: Option<&str>) -> Result<()> {
 #[tokio::test]
 async fn with_postgres_everything_but_streams_works_until_redis_comes() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    starts_without_redis(Some(&database.url())).await
+    starts_without_redis(Some(&database.url()), Absence::Down).await
 }
 
 #[tokio::test]
 async fn with_sqlite_everything_but_streams_works_until_redis_comes() -> Result<()> {
-    starts_without_redis(None).await
+    starts_without_redis(None, Absence::Down).await
+}
+
+#[tokio::test]
+async fn everything_but_streams_works_until_a_redis_that_hangs_answers() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    starts_without_redis(Some(&database.url()), Absence::Hangs).await
 }
 
 #[tokio::test]

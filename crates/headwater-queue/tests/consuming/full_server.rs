@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_queue::{
-    ConsumerConfig, Message, Mode, NewMessage, Outcome, ProducerConfig, Queue, QueueError,
+    ConsumerConfig, LeaseResult, Message, Mode, NewMessage, Outcome, ProducerConfig, PullRequest,
+    Queue, QueueError,
 };
 use headwater_stream::{Fields, Options, Retention, StreamError, StreamName, TrimGuard, connect};
 use headwater_testkit::{ChaosCounts, Redis};
@@ -23,13 +24,14 @@ async fn never(_: Message) -> Outcome {
     std::future::pending().await
 }
 
-/// A process that owns all partitions and dies: its leases and pending messages stay.
-fn die_as_owner(url: String, topic: String) -> Result<()> {
+/// A process that consumes all partitions and dies: its leases and pending messages stay.
+fn die_as_member(url: String, topic: String, mode: Mode) -> Result<()> {
     let runtime = tokio::runtime::Runtime::new()?;
     runtime.block_on(async {
         let backend = connect(&url, &Options::default()).await?;
         let queue = Queue::with_config(backend, short_leases())?;
-        let subscription = queue.subscribe(&topic, GROUP, never, ConsumerConfig::default()).await?;
+        let config = ConsumerConfig { mode, ..Default::default() };
+        let subscription = queue.subscribe(&topic, GROUP, never, config).await?;
         eventually("it has messages of all partitions", async || {
             let stats = subscription.stats();
             Ok(stats.partitions == usize::from(PARTITIONS) && stats.in_flight > 0)
@@ -174,10 +176,8 @@ async fn a_full_server_is_drained(mode: Mode) -> Result<()> {
         let entries: Vec<Fields> = (at..MESSAGES).step_by(streams.len()).map(entry).collect();
         fixture.backend.append(stream, &entries, &Retention::KEEP_ALL).await?;
     }
-    if mode == Mode::Owned {
-        let (url, topic) = (redis.url(), fixture.topic.clone());
-        tokio::task::spawn_blocking(|| die_as_owner(url, topic)).await??;
-    }
+    let (url, topic) = (redis.url(), fixture.topic.clone());
+    tokio::task::spawn_blocking(move || die_as_member(url, topic, mode)).await??;
 
     redis.command(&["CONFIG", "SET", "maxmemory", "1mb"])?.ok()?;
     let producer = fixture.queue.producer(ProducerConfig::default())?;
@@ -256,7 +256,7 @@ async fn a_full_server_is_drained_by_an_owner_that_replaces_a_dead_one() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_full_server_is_drained_by_shared_consumers() -> Result<()> {
+async fn a_full_server_is_drained_by_a_shared_consumer_that_replaces_a_dead_one() -> Result<()> {
     a_full_server_is_drained(Mode::Shared).await
 }
 
@@ -312,5 +312,41 @@ async fn due_messages_are_delivered_while_the_server_is_full() -> Result<()> {
         fixture.wait_until_settled(partition).await?;
     }
     subscription.stop().await;
+    Ok(())
+}
+
+/// Also messages whose first holder died.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_full_server_is_drained_by_pulls() -> Result<()> {
+    const MESSAGES: usize = 400;
+    let redis = Redis::builder().maxmemory(0).start()?;
+    let fixture = Fixture::open(&redis.url(), ()).await?;
+    fixture.create(PARTITIONS).await?;
+    for number in 0..MESSAGES {
+        fixture.send(number as u16 % PARTITIONS, None, &"x".repeat(2000)).await?;
+    }
+    redis.command(&["CONFIG", "SET", "maxmemory", "1mb"])?.ok()?;
+    let producer = fixture.queue.producer(ProducerConfig::default())?;
+    let refused = producer.send(&fixture.topic, NewMessage::new("more")).await;
+    assert!(matches!(&refused, Err(QueueError::Backend(StreamError::Full { .. }))), "{refused:?}");
+
+    // A process that starts while the server is full.
+    let puller = fixture.second_queue().await?.puller();
+    let (wait, lease) = (Duration::from_secs(20), Duration::from_secs(1));
+    let request = PullRequest { max: 50, wait, lease };
+    let abandoned = puller.pull(&fixture.topic, GROUP, request).await?.len();
+    let (mut settled, mut repeated) = (0, 0);
+    while settled < MESSAGES {
+        let pulled = puller.pull(&fixture.topic, GROUP, request).await?;
+        repeated += pulled.iter().filter(|one| one.message.deliveries > 1).count();
+        let done = pulled.into_iter().map(|one| (one.lease, Outcome::Done)).collect();
+        let results = puller.settle(&fixture.topic, GROUP, done).await?;
+        settled += results.iter().filter(|result| **result == LeaseResult::Applied).count();
+    }
+    assert!(repeated >= abandoned, "{repeated} of {abandoned}");
+    for partition in 0..PARTITIONS {
+        assert!(fixture.pending(partition).await?.is_empty());
+    }
+    puller.close().await;
     Ok(())
 }

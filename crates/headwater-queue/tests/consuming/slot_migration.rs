@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_queue::{ConsumerConfig, Message, Outcome};
-use headwater_stream::{Fields, Retention};
+use headwater_stream::{
+    ConsumerName, EntryId, Epoch, Fence, Fields, GroupName, LeaseName, Retention, SettleAction,
+    SettleBatch, Settlement, StreamError, StreamName,
+};
 use headwater_testkit::{ChaosCounts, Cluster, Redis, wait_until};
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually};
@@ -42,6 +45,22 @@ fn connections(node: &Redis) -> Result<u64> {
     Ok(count.context("no count of connections")?.parse()?)
 }
 
+/// A former owner cannot settle.
+async fn assert_fenced(fixture: &Fixture, stream: &StreamName, epoch: Epoch) -> Result<()> {
+    let lease = LeaseName::new(format!("streaming:mq:lease:{{{}:0}}:{GROUP}", fixture.topic))?;
+    let entries = &[Settlement { id: EntryId::MIN, action: SettleAction::Ack }];
+    let settle = SettleBatch {
+        stream,
+        group: &GroupName::new(GROUP)?,
+        consumer: &ConsumerName::new("former")?,
+        fence: Some(&Fence { lease, epoch }),
+        entries,
+    };
+    let settled = fixture.backend.settle(settle).await;
+    assert!(matches!(settled, Err(StreamError::Fenced { .. })), "{settled:?}");
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn a_partition_is_consumed_while_its_slot_moves() -> Result<()> {
     let cluster = Arc::new(Cluster::start()?);
@@ -51,10 +70,11 @@ async fn a_partition_is_consumed_while_its_slot_moves() -> Result<()> {
     let slot = cluster.slot_of(stream.as_str())?;
     let from = cluster.primary_of_slot(slot)?;
     let to = empty_primary(&cluster, slot)?;
-    let handled: Arc<Mutex<Vec<String>>> = Arc::default();
+    let handled = Arc::<Mutex<Vec<(String, Option<Epoch>)>>>::default();
     let seen = Arc::clone(&handled);
     let handler = move |message: Message| {
-        seen.lock().unwrap().push(String::from_utf8_lossy(&message.payload).into_owned());
+        let payload = String::from_utf8_lossy(&message.payload).into_owned();
+        seen.lock().unwrap().push((payload, message.epoch));
         async { Outcome::Done }
     };
     let config = ConsumerConfig { concurrency: 1, ..Default::default() };
@@ -74,6 +94,7 @@ async fn a_partition_is_consumed_while_its_slot_moves() -> Result<()> {
     send(0).await?;
     eventually("the first message is handled", async || Ok(handled.lock().unwrap().len() == 1))
         .await?;
+    let epoch = handled.lock().unwrap()[0].1.context("an owner has an epoch")?;
 
     let before = connections(to)?;
     let id_of = |node: &Redis| anyhow::Ok(node.command(&["CLUSTER", "MYID"])?.text());
@@ -88,11 +109,14 @@ async fn a_partition_is_consumed_while_its_slot_moves() -> Result<()> {
             tokio::time::sleep(Duration::from_millis(200)).await;
             from.command(&["MIGRATE", "127.0.0.1", &port, &key, "0", "5000"])?.ok()?;
         }
+        // The lease is at the new node, and the old one redirects each call.
+        assert_fenced(&fixture, &stream, Epoch(epoch.0 - 1)).await?;
         // Longer than the lease: it must be renewed at the new node.
         tokio::time::sleep(Duration::from_secs(4)).await;
         for node in [to, from] {
             node.command(&["CLUSTER", "SETSLOT", &number, "NODE", &to_id])?.ok()?;
         }
+        assert_fenced(&fixture, &stream, Epoch(epoch.0 - 1)).await?;
         anyhow::Ok(())
     };
     let sending = async {
@@ -106,8 +130,8 @@ async fn a_partition_is_consumed_while_its_slot_moves() -> Result<()> {
 
     eventually("all messages are handled", async || Ok(handled.lock().unwrap().len() >= MESSAGES))
         .await?;
-    let expected: Vec<String> = (0..MESSAGES).map(|number| number.to_string()).collect();
-    assert_eq!(*handled.lock().unwrap(), expected, "each once and in order");
+    let expected: Vec<_> = (0..MESSAGES).map(|number| (number.to_string(), Some(epoch))).collect();
+    assert_eq!(*handled.lock().unwrap(), expected, "each once and in order, under one lease");
     let opened = connections(to)? - before;
     assert!(opened < 40, "{opened} connections for {MESSAGES} messages");
     subscription.stop().await;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::process::Child;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnectOptions;
 use sqlx::{ConnectOptions, SqliteConnection};
+use tokio::sync::watch;
 
 use crate::Fault;
 use crate::support::disk::SmallDisk;
@@ -25,28 +26,41 @@ const DELAY: Duration = Duration::from_millis(100);
 /// Every reply that was delivered, with its idempotency key. A repeated delivery is a second entry with the same key.
 type Replies = Arc<Mutex<Vec<(String, String)>>>;
 
-/// Whether the model and the receiver reject their callers.
+/// Names of the model that the processes ask for, so that an answer tells which one asked.
+const SERVER_MODEL: &str = "of-the-server";
+const WORKER_MODEL: &str = "of-the-worker";
+
+/// Whether the model and the receiver reject their callers, and whether the model answers the server.
 #[derive(Default)]
 struct Denials {
     model: AtomicBool,
     receiver: AtomicBool,
+    answers_server: watch::Sender<bool>,
+    /// Requests of the server that wait for that.
+    waiting: AtomicUsize,
 }
 
-/// A model that repeats the prompt, and a receiver of replies.
+/// A model that repeats its name and the prompt, and a receiver of replies.
 async fn external_services(denials: Arc<Denials>) -> (Replies, std::net::SocketAddr) {
     let replies = Replies::default();
     let kept = Arc::clone(&replies);
     let of_model = Arc::clone(&denials);
     let model = move |Json(request): Json<Value>| {
-        let is_denied = of_model.model.load(Ordering::SeqCst);
+        let denials = Arc::clone(&of_model);
         async move {
-            if is_denied {
+            let name = request["model"].as_str().unwrap();
+            if name == SERVER_MODEL {
+                denials.waiting.fetch_add(1, Ordering::SeqCst);
+                let mut answers = denials.answers_server.subscribe();
+                answers.wait_for(|answers| *answers).await.unwrap();
+            }
+            if denials.model.load(Ordering::SeqCst) {
                 return (
                     StatusCode::UNAUTHORIZED,
                     Json(json!({"error": {"message": "invalid key"}})),
                 );
             }
-            let content = format!("ACK {}", request["messages"]);
+            let content = format!("ACK {name} {}", request["messages"]);
             let answer = json!({
                 "choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": "stop"}],
                 "usage": {"prompt_tokens": 1, "completion_tokens": 1},
@@ -276,6 +290,8 @@ pub(crate) struct System {
     pub(crate) server: Server,
     _worker: Server,
     consumer: Child,
+    /// Webhooks that were sent until the server, which handles one issue at a time, had one to handle.
+    occupying: usize,
 }
 
 impl Drop for System {
@@ -303,19 +319,11 @@ impl System {
         let arguments =
             ["--stream-url", &streams.url(), "--database-url", sql.url()].map(str::to_owned);
         let model = format!("http://{}/v1", to_model.addr());
-        let desk = [
-            "--model-url",
-            &model,
-            "--model-name",
-            "m",
-            "--issue-quiet",
-            "10ms",
-            "--sweep-every",
-            "200ms",
-        ];
+        let desk = ["--model-url", &model, "--issue-quiet", "10ms", "--sweep-every", "200ms"];
         let all: Vec<&str> = arguments.iter().map(String::as_str).chain(desk).collect();
-        let server = dir.serve(&all).unwrap();
-        let _worker = dir.worker(&all).unwrap();
+        let of_server = ["--model-name", SERVER_MODEL, "--worker-concurrency", "1"];
+        let server = dir.serve(&[&all[..], &of_server].concat()).unwrap();
+        let _worker = dir.worker(&[&all[..], &["--model-name", WORKER_MODEL]].concat()).unwrap();
         server.until("/health/ready", |_, body| body["status"] == "ready").await.unwrap();
         let topic = json!({"name": "sales", "partitions": 1});
         assert_eq!(server.post("/api/v1/topics", &topic).await.unwrap().0, 201);
@@ -323,7 +331,7 @@ impl System {
         let to: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let verb = ["consume", "sales", "--group", "g", "--exec", exec];
         let consumer = dir.command(&[&verb[..], &to].concat()).spawn().unwrap();
-        let system = Self {
+        let mut system = Self {
             streams,
             sql,
             other_program: None,
@@ -336,11 +344,33 @@ impl System {
             server,
             _worker,
             consumer,
+            occupying: 0,
         };
         // The consumer owns the partition.
         assert!(system.produce("first").await);
         eventually("the first message", || system.has_handled("first")).await.unwrap();
+        system.occupy_server().await;
         Some(system)
+    }
+
+    /// Sends webhooks until the server waits for the answer to one of them: all others are answered by the worker.
+    async fn occupy_server(&mut self) {
+        let is_waiting = |system: &Self| system.denials.waiting.load(Ordering::SeqCst) > 0;
+        while !is_waiting(self) {
+            let id = occupying(self.occupying);
+            assert!(self.webhook(&id).await);
+            self.occupying += 1;
+            let is_taken = || is_waiting(self) || self.answers(&id) > 0;
+            eventually("the server or the worker to take an issue", is_taken).await.unwrap();
+        }
+    }
+
+    /// Whether all answers to a webhook are by the worker, and none by the server.
+    pub(crate) fn is_answered_by_worker(&self, id: &str) -> bool {
+        let word = format!("event-{id}");
+        let replies = self.replies.lock().unwrap();
+        let mut answers = replies.iter().filter(|(_, text)| text.contains(&word));
+        answers.all(|(_, text)| text.contains(WORKER_MODEL))
     }
 
     pub(crate) fn signal_consumer(&self, signal: Signal) {
@@ -404,6 +434,11 @@ impl System {
         output.status.success()
     }
 
+    /// Whether the events that kept the server occupied are answered.
+    pub(crate) fn are_occupying_answered(&self) -> bool {
+        (0..self.occupying).all(|number| self.answers(&occupying(number)) > 0)
+    }
+
     /// Every event has one reply, which is one idempotency key. It was delivered once, or again if its confirmation may have been
     /// lost: the receiver was cut off, or the database did not store that it was delivered.
     pub(crate) fn assert_answered_once(&self, fault: Fault) {
@@ -421,7 +456,8 @@ impl System {
                 | Fault::SqliteFull
         );
         let replies = self.replies.lock().unwrap();
-        for id in ["before", "during", "after"] {
+        let occupying = (0..self.occupying).map(occupying);
+        for id in ["before", "during", "after"].map(str::to_owned).into_iter().chain(occupying) {
             let word = format!("event-{id}");
             let keys: Vec<&String> = replies
                 .iter()
@@ -497,6 +533,7 @@ impl System {
 
     /// Ends the fault.
     pub(crate) async fn heal(&mut self, fault: Fault) {
+        self.denials.answers_server.send_replace(true);
         let (streams, sql) = (&self.streams, &self.sql);
         match fault {
             Fault::RedisDown | Fault::RedisStalls | Fault::RedisSlow => {
@@ -542,6 +579,11 @@ impl System {
             Fault::ReceiverDenies => self.denials.receiver.store(false, Ordering::SeqCst),
         }
     }
+}
+
+/// The id of a webhook of [`System::occupy_server`].
+fn occupying(number: usize) -> String {
+    format!("occupying-{number}.")
 }
 
 /// Adds the user as which the processes log in.
