@@ -89,9 +89,14 @@ pub(crate) fn run(minutes: u32) -> Result<(), ExitError> {
         minutes,
     );
     // Also after a failure: the counts say what happened until then.
-    eprintln!("{}", ChaosTotals::read(&fs::read_to_string(&report).unwrap_or_default()));
+    let totals = ChaosTotals::read(&fs::read_to_string(&report).unwrap_or_default());
+    eprintln!("{totals}");
     let _ = fs::remove_file(&report);
-    result
+    result?;
+    if totals.tests == 0 {
+        return Err(ExitError::new("no test counted a message: the filters match none of them"));
+    }
+    Ok(())
 }
 
 fn run_tests(

@@ -10,11 +10,11 @@ mod calls;
 mod observed_backend;
 mod operations;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::hash::{BuildHasher, RandomState};
 
 use headwater_stream::{Options, connect};
-use headwater_testkit::{Redis, unique};
+use headwater_testkit::{Redis, chaos_is_over, unique};
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
 use self::observed_backend::{Connection, ObservedBackend};
@@ -83,7 +83,12 @@ fn embedded_and_redis_return_the_same_results_for_every_sequence_of_calls() -> a
         failure_persistence: None,
         ..Config::default()
     };
+    let is_over = Cell::new(false);
     let outcome = TestRunner::new_with_rng(config, rng).run(&sequences(), |sequence| {
+        is_over.set(is_over.get() || chaos_is_over());
+        if is_over.get() {
+            return Ok(());
+        }
         runtime
             .block_on(compare(&mut connections.borrow_mut(), &sequence))
             .map_err(TestCaseError::fail)

@@ -1,9 +1,9 @@
 //! Rebuilds the analytics file from the database, page by page.
 //!
 //! Upstream: `Analytics::rebuild`. Downstream: the ticket tables, then the file.
-//! Guarantees: a page is read when the file asks for it, after the old rows were deleted. Everything ingested from the
-//! stream before is therefore in the pages, because SQL had it first. A shutdown or a failed page ends the rebuild
-//! without changing the file.
+//! Guarantees: the pages go into a second table, which replaces the first one in the last transaction (decision 53). What was
+//! ingested meanwhile is copied then, so nothing is missing. A shutdown or a failed page ends the rebuild without changing the
+//! reports.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
