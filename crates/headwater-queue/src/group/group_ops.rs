@@ -64,7 +64,6 @@ pub(super) async fn register(
     let withdrawn: Vec<String> =
         written.into_iter().filter(|text| !accepted_now.contains(text)).collect();
     member_list(backend, group).remove(backend, &withdrawn).await?;
-    notify_members(backend, group, entries).await;
     Ok(refused)
 }
 
@@ -82,7 +81,8 @@ pub(super) async fn notify_members(
     join_all(notifications.iter().map(|name| notify_watchers(backend, name))).await;
 }
 
-/// Notifies the watchers of a lease by acquiring and releasing it. Best effort: watchers also poll.
+/// Notifies the watchers of a lease by acquiring and releasing it. Best effort: watchers also poll. Waits for the server up to
+/// [`NOTIFICATION_TTL`].
 pub(crate) async fn notify_watchers(backend: &dyn Backend, notification: &LeaseName) {
     let notified = async {
         let holder = unique_holder(process_name())?;
@@ -94,7 +94,11 @@ pub(crate) async fn notify_watchers(backend: &dyn Backend, notification: &LeaseN
         }
         Ok::<_, StreamError>(())
     };
-    if let Err(error) = notified.await {
+    let failed = match timeout(NOTIFICATION_TTL, notified).await {
+        Ok(notified) => notified.err().map(|error| error.to_string()),
+        Err(_) => Some(format!("the server did not answer within {NOTIFICATION_TTL:?}")),
+    };
+    if let Some(error) = failed {
         warn!(%notification, %error, "sending the change notification failed; watchers notice at their next poll");
     }
 }

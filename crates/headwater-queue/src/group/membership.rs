@@ -348,6 +348,7 @@ impl MembershipLoop {
     ) {
         self.registering = false;
         let mut refused = refused.map(Vec::into_iter);
+        let mut joined = Vec::new();
         for id in ids {
             let refused: Result<Option<MemberEntry>, String> = match &mut refused {
                 Ok(refused) => Ok(refused.next().flatten()),
@@ -357,6 +358,7 @@ impl MembershipLoop {
             let reply = subscription.reply.take();
             let problem = match refused {
                 Ok(None) => {
+                    joined.push(subscription.entry(&self.me));
                     self.become_member(&id, reply);
                     continue;
                 }
@@ -386,6 +388,14 @@ impl MembershipLoop {
                 self.register_at =
                     Instant::now() + RETRY_MAX.min(self.context.config.rebalance_every);
             }
+        }
+        if !joined.is_empty() {
+            // This member does not wait for it: others give partitions away at their next poll at the latest.
+            let context = Arc::clone(&self.context);
+            self.work.spawn(async move {
+                group_ops::notify_members(&*context.backend, &context.group, &joined).await;
+                MembershipEvent::Maintained
+            });
         }
     }
 
