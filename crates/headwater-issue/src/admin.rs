@@ -10,6 +10,7 @@ use async_trait::async_trait;
 use headwater_stream::clock::Timestamp;
 
 use crate::claim::IssueRun;
+use crate::consistency_check::next_page;
 use crate::error::Result;
 use crate::issue::{
     ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId,
@@ -427,8 +428,7 @@ pub trait AdminStore: Send + Sync {
         let mut issues_max = CONSISTENCY_PAGE;
         loop {
             let page = self.check_fitting_page(report.resume_after, issues_max).await?;
-            // If fewer fitted, the next page is not larger.
-            issues_max = usize::try_from(page.issues).unwrap_or(issues_max).clamp(1, issues_max);
+            issues_max = next_page(page.issues, issues_max);
             report.add_page(page, discrepancies_max);
             if report.resume_after.is_none() {
                 return Ok(report);

@@ -7,12 +7,21 @@ use std::fmt;
 
 use crate::admin::ConsistencyReport;
 use crate::error::Result;
-use crate::limits::PAGE_MAX;
+use crate::limits::{CONSISTENCY_PAGE, PAGE_MAX};
 use crate::store::Store;
 
 /// Checks all issues, page by page. Expensive: it reads all event logs.
 pub async fn check_consistency(store: &dyn Store) -> Result<ConsistencyReport> {
     store.check_consistency(PAGE_MAX).await
+}
+
+/// How many issues the next page of a check should have, after one that checked `checked` of `asked` issues: fewer fit if these have
+/// very many event logs.
+pub fn next_page(checked: u64, asked: usize) -> usize {
+    match usize::try_from(checked).unwrap_or(asked) {
+        fitting if fitting < asked => fitting.max(1),
+        _ => asked.saturating_mul(2).min(CONSISTENCY_PAGE),
+    }
 }
 
 impl ConsistencyReport {
@@ -57,6 +66,13 @@ mod tests {
     use super::*;
     use crate::admin::Discrepancy;
     use crate::issue::{IssueId, ProcessingStatus};
+
+    #[test]
+    fn pages_shrink_to_what_fits_and_grow_again() {
+        assert_eq!(next_page(CONSISTENCY_PAGE as u64, CONSISTENCY_PAGE), CONSISTENCY_PAGE);
+        assert_eq!([next_page(10, 200), next_page(10, 10), next_page(20, 20)], [10, 20, 40]);
+        assert_eq!(next_page(0, 200), 1);
+    }
 
     #[test]
     fn the_report_is_one_sentence_that_names_inconsistent_issues() {

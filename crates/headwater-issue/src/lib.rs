@@ -90,7 +90,7 @@ pub use claim::{
 pub use commit_verifier::CommitVerifier;
 pub use config::{OnNewEvent, OutboxConfig, WorkerConfig};
 pub use connect::{SchemaPolicy, StoreOptions, connect};
-pub use consistency_check::check_consistency;
+pub use consistency_check::{check_consistency, next_page};
 pub use dedup::dedup_key;
 pub use error::{IssueError, Result, SharedError};
 pub use explain::{DiagnosisReason, IssueDiagnosis, explain};

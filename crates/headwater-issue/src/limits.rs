@@ -66,7 +66,7 @@ pub const SWEEP_MAX: usize = 1000;
 
 /// Issues in one page of a whole consistency check: small enough that the page ends within the timeout of a call, also with
 /// some ten thousand event logs per issue.
-pub(crate) const CONSISTENCY_PAGE: usize = 200;
+pub const CONSISTENCY_PAGE: usize = 200;
 
 /// Issues in a page after a larger one took longer than a call may: it ends in time also with a million event logs per issue.
 pub(crate) const CONSISTENCY_PAGE_IF_SLOW: usize = 10;

@@ -5,8 +5,8 @@
 //! messages in flight. Downstream: the backend.
 //! Guarantees: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
 //! another one took over writes nothing: the data epoch, a key beside the stream that never changes while the server
-//! keeps its data, distinguishes a loss from a trim. After a fail-over, a message that was in hand then, was settled with a
-//! lost reply and trimmed since may be written twice.
+//! keeps its data, distinguishes a loss from a trim. After a fail-over or a restart, a message that was in hand then, was settled
+//! with a lost reply and trimmed since has one dead letter, but may be retried twice.
 //! Not here: messages that were not in flight when the server lost them.
 
 use std::collections::BTreeMap;
@@ -16,20 +16,28 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::{
-    Backend, Backoff, DeliveredEntry, EntryId, MapName, PendingDeliveryQuery, Range, RegistryMap,
-    Retention, RetryTimer, ScheduleRequest, SettleAction, Settlement, StreamError, StreamName,
-    start_id,
+    Backend, Backoff, DeliveredEntry, Direction, Entry, EntryId, MapName, PendingDeliveryQuery,
+    Range, RegistryMap, Retention, RetryTimer, ScheduleRequest, SettleAction, Settlement,
+    StreamError, StreamName, start_id,
 };
 use tokio::time::Instant;
 use tracing::{debug, error, warn};
 
 use super::metrics::record_anomaly;
-use crate::message::{self, ORIGINAL_MESSAGE_ID, RETRY_GROUP, read_id};
+use crate::message::{
+    self, ORIGINAL_MESSAGE_ID, PARTITION_ID, REPLAYED_FROM, RETRY_GROUP, read_id,
+};
 use crate::pagination::previous;
 use crate::topic::{GroupName, TopicName};
 
 /// The field of the data epoch's key.
 const SINCE_FIELD: &str = "since";
+/// Dead letters, counted from the newest one, among which one is looked for before it is written again, and how many are read at
+/// once.
+const LETTERS_SEARCHED_MAX: usize = 2000;
+const LETTERS_PAGE: usize = 100;
+/// How much the clocks of two servers may differ.
+const CLOCKS_DIFFER_MAX: Duration = Duration::from_secs(60);
 /// How long to retry while the server does not answer. After that the message is lost and reported.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 const BACKOFF: Backoff = Backoff::doubling(Duration::from_millis(50), Duration::from_secs(2));
@@ -217,12 +225,41 @@ impl LossRecovery {
             // An entry may have been added after the loss: the server has it.
             LossEvidence::DataLoss => self.exists(*id).await?,
         };
-        if !is_known {
-            self.write_follow_up(then).await?;
-            record_anomaly(self.topic.as_str(), self.group.as_str(), "lost_by_the_server", 1);
-            warn!(stream = %self.stream, entry_id = %id, "the server lost an in-flight entry; it was appended again");
+        if is_known || self.has_dead_letter(*id, then).await? {
+            return Ok(());
         }
+        self.write_follow_up(then).await?;
+        record_anomaly(self.topic.as_str(), self.group.as_str(), "lost_by_the_server", 1);
+        warn!(stream = %self.stream, entry_id = %id, "the server lost an in-flight entry; it was appended again");
         Ok(())
+    }
+
+    /// Whether the dead letter of an entry is written: the settle call had its effect and its reply was lost, and the entry was
+    /// trimmed since; or the reply to an earlier attempt to recover it was lost.
+    async fn has_dead_letter(&self, id: EntryId, then: &SettleAction) -> Result<bool, StreamError> {
+        let SettleAction::Append { to, fields } = then else { return Ok(false) };
+        if *to == self.stream {
+            return Ok(false);
+        }
+        let is_same = |letter: &Entry| {
+            let identity = [PARTITION_ID, ORIGINAL_MESSAGE_ID, REPLAYED_FROM, RETRY_GROUP];
+            identity.iter().all(|name| letter.fields.get(name) == fields.get(name))
+        };
+        let from = EntryId::new(id.ms.saturating_sub(CLOCKS_DIFFER_MAX.as_millis() as u64), 0);
+        let (mut to_id, direction) = (EntryId::MAX, Direction::Backward);
+        for _ in 0..LETTERS_SEARCHED_MAX / LETTERS_PAGE {
+            let range = Range { from, to: to_id, direction, count: LETTERS_PAGE };
+            let letters = self.backend.range(to, range).await?;
+            if letters.iter().any(is_same) {
+                return Ok(true);
+            }
+            let oldest = letters.last().filter(|_| letters.len() == LETTERS_PAGE);
+            match oldest.and_then(|oldest| previous(oldest.id)) {
+                Some(before) => to_id = before,
+                None => break,
+            }
+        }
+        Ok(false)
     }
 
     /// Whether the server knows an entry: it exists, or it was settled.
@@ -387,6 +424,39 @@ mod tests {
         assert_eq!(fields.get("payload").unwrap(), "p");
         assert_eq!(fields.get(ORIGINAL_MESSAGE_ID).unwrap(), again.id.to_string().as_bytes());
         assert_eq!(fields.get(RETRY_GROUP).unwrap(), "billing");
+        Ok(())
+    }
+
+    /// The settle call had its effect, its reply was lost, and the entry was trimmed: after a restart it looks like a lost one.
+    #[tokio::test]
+    async fn a_dead_letter_that_is_written_is_not_written_again() -> anyhow::Result<()> {
+        let (recovery, again) = in_flight().await?;
+        let LossRecovery { backend, data_epoch, .. } = &recovery;
+        handle_and_trim(&recovery, again.id).await?;
+        backend.map_delete(&data_epoch.map).await?;
+        let letters = StreamName::new("letters")?;
+        let of_group = |group: &str| {
+            let original = (ORIGINAL_MESSAGE_ID, again.id.to_string());
+            Fields::new([original, (RETRY_GROUP, group.to_owned())])
+        };
+        // More than one page.
+        for _ in 0..=LETTERS_PAGE {
+            backend.append(&letters, &[of_group("shipping")], &Retention::KEEP_ALL).await?;
+        }
+        let action = SettleAction::Append { to: letters.clone(), fields: of_group("billing") };
+        let dead = Settlement { id: again.id, action };
+        let written = async || {
+            let found = backend.range(&letters, Range::first(1000)).await?;
+            anyhow::Ok(found.iter().filter(|it| it.fields == of_group("billing")).count())
+        };
+        recovery.clone().recover_all(vec![dead.clone()]).await;
+        assert_eq!(written().await?, 1, "that of another group is not it");
+        for _ in 0..=LETTERS_PAGE {
+            backend.append(&letters, &[of_group("shipping")], &Retention::KEEP_ALL).await?;
+        }
+        recovery.clone().recover_all(vec![dead.clone()]).await;
+        recovery.recover_stale(&[dead]).await;
+        assert_eq!(written().await?, 1);
         Ok(())
     }
 

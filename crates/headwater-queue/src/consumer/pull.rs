@@ -220,13 +220,15 @@ impl Puller {
         let topic = &self.topic_of(topic, outcomes.iter().map(|(lease, _)| lease)).await?;
         // Partitions whose server cannot be reached. Only a call that needs no other server tells.
         let unreached = &Mutex::new(HashMap::<Partition, QueueError>::new());
+        // Entries that were trimmed, deleted or lost.
+        let gone = &Mutex::new(HashMap::<Partition, Vec<EntryId>>::new());
         let lock = || unreached.lock().expect("no code panics while it holds this lock");
         let settling = outcomes.into_iter().map(async |(lease, outcome)| {
             if let Some(error) = lock().get(&lease.partition) {
                 return Err(error.duplicate());
             }
             let is_local = matches!(outcome, Outcome::Done | Outcome::Release);
-            let result = self.settle_one(topic, group, &lease, outcome).await;
+            let result = self.settle_one(topic, group, &lease, outcome, gone).await;
             if let Err(error) = &result
                 && is_local
                 && error.is_transient()
@@ -239,6 +241,11 @@ impl Puller {
         });
         let settling = stream::iter(settling).buffered(SETTLE_CONCURRENCY);
         let settled: Vec<Result<LeaseResult>> = settling.collect().await;
+        let gone =
+            std::mem::take(&mut *gone.lock().expect("no code panics while it holds this lock"));
+        for (partition, ids) in gone {
+            self.warn_if_lost(topic, partition, group, &ids).await;
+        }
         settled.into_iter().collect()
     }
 
@@ -265,6 +272,7 @@ impl Puller {
         group: &GroupName,
         lease: &MessageLease,
         outcome: Outcome,
+        gone: &Mutex<HashMap<Partition, Vec<EntryId>>>,
     ) -> Result<Option<DeliveryResult>> {
         if lease.partition >= topic.partitions {
             return Ok(None);
@@ -279,7 +287,8 @@ impl Puller {
             }
             outcome => {
                 let Some(item) = self.read_entry(&stream, lease.id).await? else {
-                    self.warn_if_lost(topic, group, &stream, lease).await?;
+                    let mut gone = gone.lock().expect("no code panics while it holds this lock");
+                    gone.entry(lease.partition).or_default().push(lease.id);
                     return Ok(None);
                 };
                 match policy(topic, lease.partition, group).decide(&item, outcome) {
@@ -300,21 +309,26 @@ impl Puller {
         }
     }
 
-    /// Reports a message whose retry or dead letter could not be written, because the server lost the entry: it generated no id as
-    /// high since. Only the caller has the payload.
+    /// Reports messages whose retry or dead letter could not be written because the server lost their entries: the newest id that the
+    /// stream ever generated is older. Only the caller has the payloads.
     async fn warn_if_lost(
         &self,
         topic: &Topic,
+        partition: Partition,
         group: &GroupName,
-        stream: &StreamName,
-        lease: &MessageLease,
-    ) -> Result<()> {
-        let stats = self.shared.queue.inner.backend.stats_without_lag(stream).await?;
-        if stats.is_none_or(|stats| stats.last_generated_id < lease.id) {
-            metrics(topic, lease.partition, group).record_anomaly("lost_by_the_server", 1);
-            warn!(%stream, %group, entry_id = %lease.id, "the server lost an entry that was pulled, so it has no retry and no dead letter; the message is lost unless its consumer sends it again");
+        ids: &[EntryId],
+    ) {
+        let stream = keys::stream(topic, partition);
+        // If that fails, it is not known.
+        let Ok(stats) = self.shared.queue.inner.backend.stats_without_lag(&stream).await else {
+            return;
+        };
+        let newest = stats.map_or(EntryId::MIN, |stats| stats.last_generated_id);
+        let lost = ids.iter().filter(|id| **id > newest).count();
+        if lost > 0 {
+            metrics(topic, partition, group).record_anomaly("lost_by_the_server", lost);
+            warn!(%stream, %group, entries = lost, "the server lost entries that were pulled, so they have no retry and no dead letter; the messages are lost unless their consumer sends them again");
         }
-        Ok(())
     }
 
     /// The entry of a lease; `None` if it was trimmed or deleted.

@@ -44,21 +44,25 @@ pub(super) struct LeaseCheck {
     /// Pending entries of each partition.
     pub(super) pending: HashMap<Partition, u64>,
     names: u64,
-    /// Entries of reassignments without a reply, by the consumer name of each: they may have taken effect.
-    unanswered: HashMap<ConsumerName, BTreeSet<EntryId>>,
+    /// Entries of reassignments without a reply, by the partition and consumer name of each: they may have taken effect.
+    unanswered: HashMap<(Partition, ConsumerName), BTreeSet<EntryId>>,
 }
 
 impl LeaseCheck {
-    /// Whether no caller can have got this entry, because the reply of its last reassignment was lost.
-    fn is_undelivered(&self, row: &PendingDelivery) -> bool {
-        self.unanswered.get(&row.consumer).is_some_and(|ids| ids.contains(&row.id))
+    /// Whether no caller can have got this entry, because the reply of its last reassignment was lost, and a caller that asks for
+    /// leases of this length can.
+    fn is_undelivered(&self, partition: Partition, row: &PendingDelivery, lease: Duration) -> bool {
+        let unanswered = self.unanswered.get(&(partition, row.consumer.clone()));
+        unanswered.is_some_and(|ids| ids.contains(&row.id))
+            && lease_of(&row.consumer) == Some(lease)
     }
 
-    fn record_answer(&mut self, consumer: &ConsumerName, ids: &[EntryId]) {
-        if let Some(unanswered) = self.unanswered.get_mut(consumer) {
+    fn record_answer(&mut self, partition: Partition, consumer: &ConsumerName, ids: &[EntryId]) {
+        let key = (partition, consumer.clone());
+        if let Some(unanswered) = self.unanswered.get_mut(&key) {
             unanswered.retain(|id| !ids.contains(id));
             if unanswered.is_empty() {
-                self.unanswered.remove(consumer);
+                self.unanswered.remove(&key);
             }
         }
     }
@@ -117,7 +121,7 @@ impl JoinedPullDriver {
     ) -> StreamResult<()> {
         let mut by_consumer: BTreeMap<(ConsumerName, bool), Vec<PendingDelivery>> = BTreeMap::new();
         for row in rows {
-            let is_undelivered = self.check.is_undelivered(&row);
+            let is_undelivered = self.check.is_undelivered(partition, &row, lease);
             if row.idle < self.idle_max(&row.consumer) && !is_undelivered {
                 continue;
             }
@@ -205,13 +209,14 @@ impl JoinedPullDriver {
         let ids: Vec<EntryId> = rows.iter().map(|row| row.id).collect();
         self.check.names = self.check.names % NAMES_MAX + 1;
         let consumer = lease_consumer(lease, self.check.names, &self.name);
-        self.check.unanswered.remove(&consumer);
+        self.check.unanswered.retain(|(_, name), _| *name != consumer);
         let entries = self
             .reclaim(topic, partition, &consumer, ReclaimFrom::Ids(&ids), min_idle)
             .await
             .inspect_err(|error| {
                 if error.is_transient() {
-                    self.check.unanswered.insert(consumer, ids.iter().copied().collect());
+                    let unanswered = ids.iter().copied().collect();
+                    self.check.unanswered.insert((partition, consumer), unanswered);
                 }
             })?;
         if entries > 0 {
@@ -232,7 +237,7 @@ impl JoinedPullDriver {
         let ids: Vec<EntryId> = rows.iter().map(|row| row.id).collect();
         let own = ReclaimFrom::Own(&ids);
         self.reclaim(topic, partition, &consumer, own, Duration::ZERO).await?;
-        self.check.record_answer(&consumer, &ids);
+        self.check.record_answer(partition, &consumer, &ids);
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! Redis restarts empty under a running consumer.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -11,6 +12,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::watch;
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually, text};
+use crate::lossy_backend::LossyBackend;
 use crate::metric_recorder::{counter_value, install_metric_recorder};
 use crate::recording_handler::{payload, recording_handler};
 use crate::shared::shared;
@@ -362,6 +364,42 @@ async fn messages_received_after_a_restart_are_not_taken_for_lost() -> Result<()
     subscription.stop().await;
     assert_eq!(counter_value(metrics::ANOMALIES, &fixture.topic, "lost_by_the_server"), 0);
     assert!(started.try_recv().is_err());
+    Ok(())
+}
+
+/// The dead letter is written and the reply is lost, in the middle of a restart. Then the entry is trimmed, so that it looks like one
+/// that the server lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_dead_letter_whose_reply_was_lost_is_written_once_although_its_entry_was_trimmed()
+-> Result<()> {
+    let redis = Redis::builder().persistence(Persistence::Always).start()?;
+    let fixture = Fixture::open(&redis.url(), ()).await?;
+    for config in [ConsumerConfig::default(), shared()] {
+        let (handler, mut started, go) =
+            blocking_handler(|message| match message.payload.as_ref() {
+                b"in flight: dead" => Outcome::dead_letter("no"),
+                _ => Outcome::Done,
+            });
+        let before = fixture.dead_letters().await?.len();
+        let lossy = LossyBackend::new(Arc::clone(&fixture.backend));
+        let queue = Queue::with_config(Arc::clone(&lossy) as _, long_leases())?;
+        let group = format!("{:?}", config.mode);
+        let subscription = queue.subscribe(&fixture.topic, &group, handler, config).await?;
+        let id = fixture.send(0, None, "in flight: dead").await?;
+        while next(&mut started).await?.0 != "in flight: dead" {}
+        redis.kill9()?;
+        redis.restart()?;
+        // It stays pending.
+        let stream = fixture.stream(0).await?;
+        redis.command(&["XDEL", stream.as_str(), &id.to_string()])?.ok()?;
+        lossy.settles.store(1, Ordering::SeqCst);
+        go.send_replace(true);
+        eventually("the reply to be lost", async || Ok(lossy.settles.load(Ordering::SeqCst) == 0))
+            .await?;
+        // It is settled then.
+        subscription.stop().await;
+        assert_eq!(fixture.dead_letters().await?.len() - before, 1, "{group}");
+    }
     Ok(())
 }
 

@@ -335,6 +335,7 @@ async fn a_full_server_is_drained_by_pulls() -> Result<()> {
     let (wait, lease) = (Duration::from_secs(20), Duration::from_secs(1));
     let request = PullRequest { max: 50, wait, lease };
     let abandoned = puller.pull(&fixture.topic, GROUP, request).await?.len();
+    assert!(abandoned > 0);
     let (mut settled, mut repeated) = (0, 0);
     while settled < MESSAGES {
         let pulled = puller.pull(&fixture.topic, GROUP, request).await?;

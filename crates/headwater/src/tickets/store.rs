@@ -298,7 +298,7 @@ impl Tickets {
             }
             let deleting = transaction.as_mut();
             let has_more = history::delete_history_of(deleting, issue_id, DELETE_BATCH).await?
-                | statements::delete_messages_of(deleting.connection(), issue_id, DELETE_BATCH)
+                || statements::delete_messages_of(deleting.connection(), issue_id, DELETE_BATCH)
                     .await?;
             if !has_more {
                 statements::delete_ticket_of(transaction.as_mut(), issue_id).await?;

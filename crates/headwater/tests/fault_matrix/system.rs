@@ -321,8 +321,11 @@ impl System {
         let model = format!("http://{}/v1", to_model.addr());
         let desk = ["--model-url", &model, "--issue-quiet", "10ms", "--sweep-every", "200ms"];
         let all: Vec<&str> = arguments.iter().map(String::as_str).chain(desk).collect();
+        // It waits for its model longer than a test takes.
+        let patience = ["--model-timeout", "5m", "--model-idle-timeout", "5m"];
         let of_server = ["--model-name", SERVER_MODEL, "--worker-concurrency", "1"];
-        let server = dir.serve(&[&all[..], &of_server].concat()).unwrap();
+        let of_server = [of_server, patience].concat();
+        let server = dir.serve(&[&all[..], &of_server[..]].concat()).unwrap();
         let _worker = dir.worker(&[&all[..], &["--model-name", WORKER_MODEL]].concat()).unwrap();
         server.until("/health/ready", |_, body| body["status"] == "ready").await.unwrap();
         let topic = json!({"name": "sales", "partitions": 1});
@@ -360,6 +363,7 @@ impl System {
             let id = occupying(self.occupying);
             assert!(self.webhook(&id).await);
             self.occupying += 1;
+            assert!(self.occupying < 100, "the server handles no issue");
             let is_taken = || is_waiting(self) || self.answers(&id) > 0;
             eventually("the server or the worker to take an issue", is_taken).await.unwrap();
         }
@@ -533,7 +537,6 @@ impl System {
 
     /// Ends the fault.
     pub(crate) async fn heal(&mut self, fault: Fault) {
-        self.denials.answers_server.send_replace(true);
         let (streams, sql) = (&self.streams, &self.sql);
         match fault {
             Fault::RedisDown | Fault::RedisStalls | Fault::RedisSlow => {
@@ -578,6 +581,7 @@ impl System {
             }
             Fault::ReceiverDenies => self.denials.receiver.store(false, Ordering::SeqCst),
         }
+        self.denials.answers_server.send_replace(true);
     }
 }
 

@@ -1,6 +1,7 @@
 //! `headwater audit`: consistency check of all events, and the log of changes.
 
 use clap::Subcommand;
+use headwater_issue::limits::CONSISTENCY_PAGE;
 use serde_json::{Value, json};
 
 use crate::cli::ConnectionArgs;
@@ -106,17 +107,15 @@ pub(in crate::cli) async fn check_books(
         "balances": true, "issues": 0, "recorded": 0, "processed": 0, "pending": 0, "quarantined": 0,
         "discrepancies_total": 0, "discrepancies": [], "next_cursor": after,
     });
-    let mut limit = None;
+    let mut limit = CONSISTENCY_PAGE;
     loop {
         let cursor = totals["next_cursor"].as_i64().map(|cursor| ("cursor", cursor.to_string()));
-        let limited = limit.map(|limit: u64| ("limit", limit.to_string()));
-        let query: Vec<_> = cursor.into_iter().chain(limited).collect();
+        let query: Vec<_> = cursor.into_iter().chain([("limit", limit.to_string())]).collect();
         let page = match client.get("/audit/books", &query).await {
             Ok(page) => page,
             Err(failure) => return (totals, Some(failure)),
         };
-        // As many as the server could check in time: it need not find out again.
-        limit = page["issues"].as_u64().filter(|issues| *issues > 0);
+        limit = headwater_issue::next_page(page["issues"].as_u64().unwrap_or(0), limit);
         add_page(&mut totals, page);
         if totals["next_cursor"].is_null() {
             return (totals, None);

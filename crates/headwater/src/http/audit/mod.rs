@@ -57,7 +57,7 @@ const PAGE_MAX: usize = 500;
 /// Entries that one page compares with a filter. Paths and callers have no index, because each change would pay for it.
 const SEARCHED_MAX: usize = 10_000;
 /// Default and maximum issues of a page of a consistency check.
-const CONSISTENCY_DEFAULT: usize = 200;
+const CONSISTENCY_DEFAULT: usize = headwater_issue::limits::CONSISTENCY_PAGE;
 const CONSISTENCY_MAX: usize = headwater_issue::limits::PAGE_MAX;
 
 /// Suffixes of routes that move messages of topics.
