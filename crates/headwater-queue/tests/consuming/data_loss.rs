@@ -138,6 +138,7 @@ async fn a_handler_aborted_by_data_loss_of_the_server_is_called_again() -> Resul
     let redis = Redis::start()?;
     let fixture = Fixture::open(&redis.url(), ()).await?;
     for config in [ConsumerConfig::default(), shared()] {
+        let config = ConsumerConfig { concurrency: 2, ..config };
         let group = format!("{:?}", config.mode);
         let (handler, mut started, go) = blocking_handler(|_| Outcome::Done);
         let subscription = fixture.queue.subscribe(&fixture.topic, &group, handler, config).await?;
@@ -375,30 +376,49 @@ async fn a_dead_letter_whose_reply_was_lost_is_written_once_although_its_entry_w
     let redis = Redis::builder().persistence(Persistence::Always).start()?;
     let fixture = Fixture::open(&redis.url(), ()).await?;
     for config in [ConsumerConfig::default(), shared()] {
+        let config = ConsumerConfig { concurrency: 2, ..config };
+        let group = format!("{:?}", config.mode);
         let (handler, mut started, go) =
-            blocking_handler(|message| match message.payload.as_ref() {
-                b"in flight: dead" => Outcome::dead_letter("no"),
-                _ => Outcome::Done,
+            blocking_handler(|message| match message.payload.starts_with(b"in flight") {
+                true => Outcome::dead_letter("no"),
+                false => Outcome::Done,
             });
-        let before = fixture.dead_letters().await?.len();
         let lossy = LossyBackend::new(Arc::clone(&fixture.backend));
         let queue = Queue::with_config(Arc::clone(&lossy) as _, long_leases())?;
-        let group = format!("{:?}", config.mode);
         let subscription = queue.subscribe(&fixture.topic, &group, handler, config).await?;
-        let id = fixture.send(0, None, "in flight: dead").await?;
-        while next(&mut started).await?.0 != "in flight: dead" {}
+        let first = format!("in flight: first of {group}");
+        let id = fixture.send(0, None, &first).await?;
+        while next(&mut started).await?.0 != first {}
         redis.kill9()?;
         redis.restart()?;
-        // It stays pending.
+        // The connections work again, so that the next call reaches the server.
+        fixture.send(0, None, "after").await?;
         let stream = fixture.stream(0).await?;
+        eventually("the next one is settled", async || {
+            let pending = redis.command(&["XPENDING", stream.as_str(), &group])?;
+            let pending = pending.items().first().and_then(|count| count.int());
+            Ok(subscription.stats().done > 0 && pending == Some(1))
+        })
+        .await?;
+        // It stays pending.
         redis.command(&["XDEL", stream.as_str(), &id.to_string()])?.ok()?;
         lossy.settles.store(1, Ordering::SeqCst);
         go.send_replace(true);
         eventually("the reply to be lost", async || Ok(lossy.settles.load(Ordering::SeqCst) == 0))
             .await?;
-        // It is settled then.
+        let letters_of = async |payload: &str| {
+            let letters = fixture.dead_letters().await?;
+            anyhow::Ok(letters.iter().filter(|it| text(it, "payload") == payload).count())
+        };
+        // The first is tried again with the second, before the third.
+        for number in ["second", "third"] {
+            let payload = format!("in flight: {number} of {group}");
+            fixture.send(0, None, &payload).await?;
+            eventually(&payload, async || Ok(letters_of(&payload).await? > 0)).await?;
+        }
+        assert_eq!(letters_of(&first).await?, 1);
         subscription.stop().await;
-        assert_eq!(fixture.dead_letters().await?.len() - before, 1, "{group}");
+        fixture.backend.delete_stream(&stream).await?;
     }
     Ok(())
 }

@@ -201,6 +201,10 @@ impl Backend for LossyBackend {
         self.inner.now().await
     }
 
+    async fn server_run(&self, key: &str) -> Result<Option<String>> {
+        self.inner.server_run(key).await
+    }
+
     async fn close(&self) -> Result<()> {
         self.inner.close().await
     }
