@@ -324,7 +324,7 @@ async fn a_foreign_file_or_an_unsupported_version_is_rejected_with_a_clear_error
     header.extend(checksum.to_le_bytes());
     fs::write(&path, &header).unwrap();
     let error = open(directory.path(), "").await.err().unwrap();
-    assert!(!error.is_transient(), "nobody should wait for it: {error}");
+    assert!(!error.is_transient(), "a retry does not help: {error}");
     let error = error.to_string();
     assert!(error.contains("version 2") && error.contains("00000001.log"), "{error}");
     assert_eq!(fs::read(&path).unwrap(), header, "the file is unchanged");
