@@ -6,7 +6,8 @@
 //! Guarantees: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
 //! another one took over writes nothing: the data epoch, a key beside the stream that never changes while the server
 //! keeps its data, distinguishes a loss from a trim. After a fail-over or a restart, a message that was in hand then, was settled
-//! with a lost reply and trimmed since has one dead letter, but may be retried twice.
+//! with a lost reply and trimmed since may be retried twice; its dead letter is written twice only if [`LETTERS_SEARCHED_MAX`] others
+//! came after it.
 //! Not here: messages that were not in flight when the server lost them.
 
 use std::collections::BTreeMap;
@@ -33,9 +34,9 @@ use crate::topic::{GroupName, TopicName};
 /// The field of the data epoch's key.
 const SINCE_FIELD: &str = "since";
 /// Dead letters, counted from the newest one, among which one is looked for before it is written again, and how many are read at
-/// once.
+/// once: few, because each may have a megabyte.
 const LETTERS_SEARCHED_MAX: usize = 2000;
-const LETTERS_PAGE: usize = 100;
+const LETTERS_PAGE: usize = 20;
 /// How much the clocks of two servers may differ.
 const CLOCKS_DIFFER_MAX: Duration = Duration::from_secs(60);
 /// How long to retry while the server does not answer. After that the message is lost and reported.
