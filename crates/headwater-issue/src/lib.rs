@@ -53,6 +53,7 @@ mod step_observer;
 
 pub mod metrics;
 mod nudge;
+mod nudge_handler;
 
 mod commit_verifier;
 mod inbox;

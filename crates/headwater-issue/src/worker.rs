@@ -26,12 +26,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use futures_util::FutureExt;
-use headwater_queue::{ConsumerConfig, Handler, Message, Mode, Outcome, Queue};
+use headwater_queue::{ConsumerConfig, Mode, Outcome, Queue};
 use headwater_stream::clock::{Clock, SystemClock};
 use metrics::{counter, histogram};
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
@@ -55,7 +54,8 @@ use crate::local_queue::DueQueue;
 use crate::metrics::{
     EVENTS_PER_ISSUE_BATCH, ISSUES_PROCESSED, ISSUES_PROCESSING_DURATION, count_nudge_without_run,
 };
-use crate::nudge::{self, GROUP, Nudger, STREAM};
+use crate::nudge::{GROUP, Nudger, STREAM};
+use crate::nudge_handler::{NudgeHandler, NudgedRun};
 use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 use crate::worker_heartbeat;
@@ -206,9 +206,7 @@ impl Worker {
         maintenance.spawn(worker_heartbeat::run(Arc::clone(&self.inner.store), name.to_owned()));
 
         let drain = CancellationToken::new();
-        let working = async {
-            tokio::join!(self.run_local_queue(&drain), self.consume_nudges(queue, &drain))
-        };
+        let working = self.process_issues(queue, &drain);
         let stopping = async {
             shutdown.await;
             info!(worker_id = name, in_flight = self.in_flight(), "worker stopping");
@@ -218,7 +216,7 @@ impl Worker {
             sleep(RELEASE_TIMEOUT).await;
         };
         tokio::select! {
-            _ = working => {}
+            () = working => {}
             () = stopping => warn!(worker_id = name, "runs did not end in time, their claims will expire"),
         }
         stop.cancel();
@@ -233,19 +231,31 @@ impl Worker {
         info!(worker_id = name, "worker stopped");
     }
 
-    /// Processes the local queue until the drain begins, and returns when the runs it started have ended.
-    async fn run_local_queue(&self, drain: &CancellationToken) {
+    /// Processes nudged issues and those of the local queue until the drain begins, and returns when their runs have ended.
+    /// The runs are tasks of this worker, not of the queue: the database fences them, so they continue when the queue gives
+    /// up their nudges because the stream backend is unreachable.
+    async fn process_issues(&self, queue: &Queue, drain: &CancellationToken) {
+        let in_flight_max = self.inner.config.in_flight_max();
+        let (sender, mut nudged) = mpsc::channel(in_flight_max);
+        let mut consuming = pin!(self.consume_nudges(queue, drain, sender));
         let mut runs = JoinSet::new();
         loop {
-            let has_capacity = runs.len() < self.inner.config.in_flight_max();
-            tokio::select! {
-                () = drain.cancelled() => break,
-                Some(_) = runs.join_next() => {}
-                issue_id = self.inner.local_queue.next(), if has_capacity => {
-                    let worker = self.clone();
-                    runs.spawn(async move { worker.process_issue(issue_id).await });
+            let takes_local = runs.len() < in_flight_max && !drain.is_cancelled();
+            let (issue_id, reply) = tokio::select! {
+                () = &mut consuming => break,
+                Some(_) = runs.join_next() => continue,
+                Some((issue_id, reply)) = nudged.recv() => (issue_id, Some(reply)),
+                issue_id = drain.run_until_cancelled(self.inner.local_queue.next()), if takes_local => {
+                    let Some(issue_id) = issue_id else { continue };
+                    (issue_id, None)
                 }
-            }
+            };
+            let worker = self.clone();
+            runs.spawn(async move {
+                let Some(reply) = reply else { return worker.process_issue(issue_id).await };
+                // Nobody waits for the outcome if the queue gave the nudge up: it delivers it again.
+                let _ = reply.send(worker.inner.process_issue(issue_id).await);
+            });
         }
         while runs.join_next().await.is_some() {}
     }
@@ -253,9 +263,16 @@ impl Worker {
     /// Consumes nudges until the drain begins, and returns when those in flight are acknowledged or released. An attempt
     /// to subscribe is never dropped halfway: a half-joined member must leave the group before another worker of this
     /// process joins.
-    async fn consume_nudges(&self, queue: &Queue, drain: &CancellationToken) {
+    async fn consume_nudges(
+        &self,
+        queue: &Queue,
+        drain: &CancellationToken,
+        runs: mpsc::Sender<NudgedRun>,
+    ) {
         while !drain.is_cancelled() {
-            match queue.subscribe(STREAM, GROUP, self.clone(), self.consumer_config()).await {
+            let step_observer = self.inner.config.step_observer.clone();
+            let handler = NudgeHandler { runs: runs.clone(), step_observer };
+            match queue.subscribe(STREAM, GROUP, handler, self.consumer_config()).await {
                 Ok(subscription) => {
                     drain.cancelled().await;
                     return subscription.stop().await;
@@ -300,23 +317,6 @@ async fn renew_claims(inner: Arc<Inner>) {
         if let Err(error) = inner.release_lapsed().await {
             warn!(%error, "lapsed claims were not released, retrying");
         }
-    }
-}
-
-/// Handles one nudge. The returned outcome makes the queue acknowledge or release the entry.
-#[async_trait]
-impl Handler for Worker {
-    async fn handle(&self, message: Message) -> Outcome {
-        let issue_id = match nudge::read(&message.fields) {
-            Ok(nudge) => nudge.issue_id,
-            Err(reason) => {
-                count_nudge_without_run("malformed");
-                warn!(entry_id = %message.id, error = %reason, "malformed nudge moved to the dead letters");
-                return Outcome::DeadLetter { reason };
-            }
-        };
-        self.inner.config.step_observer.on_step(ProcessingStep::Received, issue_id);
-        self.inner.process_issue(issue_id).await
     }
 }
 

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_issue::{
-    EventLogFilter, InboxConfig, IssueFilter, SweepOptions, Sweeper, SweeperConfig, WorkerConfig,
+    EventLogFilter, InboxConfig, IssueFilter, Resolution, SweepOptions, Sweeper, SweeperConfig,
+    WorkerConfig,
 };
-use headwater_testkit::{Proxy, Redis, unique};
-use support::{Backends, DeliveryLog, LONG, RunLog, RunningWorker, System, wait_until};
+use headwater_testkit::{Proxy, Redis, RedisReply, unique};
+use support::{Backends, DeliveryLog, Gate, LONG, RunLog, RunningWorker, System, wait_until};
 use tokio::task::JoinSet;
 
 const ISSUES: usize = 20;
@@ -192,6 +193,51 @@ async fn a_worker_started_while_redis_is_unavailable_works_and_consumes_nudges_a
     .await?;
     system.wait_processed().await?;
     member.stop().await?;
+    system.assert_consistent().await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_goes_on_while_redis_is_unreachable_for_longer_than_a_member_stays_in_its_group()
+-> Result<()> {
+    let redis = Redis::start()?;
+    let proxy = Proxy::start(redis.addr())?;
+    let database = Backends::directory()?;
+    let backends = Backends::named(&database.database, &redis.url_at(proxy.addr()));
+    let system = System::at(&backends).await?;
+    let gate = Gate::default();
+    let handler = {
+        let gate = gate.clone();
+        move |_run| {
+            let gate = gate.clone();
+            async move {
+                gate.wait().await;
+                Ok(Resolution::default())
+            }
+        }
+    };
+    let worker = system.start(handler, WorkerConfig::default())?;
+    let leases = ["KEYS", "streaming:mq:lease:~member:issue-workers:*"];
+    let members = || redis.command(&leases).expect("Redis replies").items().len();
+    wait_until("the worker to join", || async { members() == 1 }).await?;
+    // Without a sweeper, it comes by its nudge.
+    system.record("1", "a").await?;
+    gate.wait_for_arrivals(1).await?;
+
+    proxy.stall()?;
+    // A member leaves before its lease expires.
+    wait_until("the lease of the member to expire", || async { members() == 0 }).await?;
+    gate.open();
+    system.wait_processed().await?;
+    proxy.heal()?;
+
+    wait_until("the nudge to be acknowledged", || async {
+        let pending = redis.command(&["XPENDING", headwater_issue::STREAM, headwater_issue::GROUP]);
+        pending.expect("Redis replies").items().first().and_then(RedisReply::int) == Some(0)
+    })
+    .await?;
+    worker.stop().await?;
+    assert_eq!(gate.arrivals(), 1, "one run");
     system.assert_consistent().await?;
     Ok(())
 }

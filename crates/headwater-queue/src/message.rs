@@ -33,6 +33,21 @@ pub(crate) const REPLAYED_FROM: &str = "replayedFrom";
 /// The group that a retried or replayed message is for; other groups skip it.
 pub(crate) const RETRY_GROUP: &str = "retryGroup";
 
+/// Every field that an entry of a message may have.
+const ALL: [&str; 11] = [
+    PAYLOAD,
+    TIMESTAMP,
+    RETRY_COUNT,
+    MAX_RETRIES,
+    TOPIC,
+    PARTITION_ID,
+    KEY,
+    HEADERS,
+    ORIGINAL_MESSAGE_ID,
+    REPLAYED_FROM,
+    RETRY_GROUP,
+];
+
 /// No headers, as JSON.
 const NO_HEADERS: Bytes = Bytes::from_static(b"{}");
 
@@ -285,6 +300,13 @@ pub struct MalformedMessage {
 }
 
 impl Message {
+    /// Whether an entry is stored as a message is: with a payload, and no field of another meaning. A stream with other
+    /// entries belongs to another program.
+    pub fn is_stored_as(fields: &Fields) -> bool {
+        let is_ours = |name: &[u8]| ALL.iter().any(|ours| ours.as_bytes() == name);
+        fields.get(PAYLOAD).is_some() && fields.slices().all(|(name, _)| is_ours(name))
+    }
+
     /// Parses an entry.
     pub(crate) fn read(
         topic: &TopicName,

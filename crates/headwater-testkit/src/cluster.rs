@@ -3,12 +3,14 @@
 //! Upstream: tests. Downstream: the nodes are `redis` servers in one server directory.
 //! Guarantees: a started cluster covers all slots, and every node knows every other node and its role.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::ports::{Port, with_free_ports};
+use crate::proxy::Proxy;
 use crate::redis::{Redis, RedisBuilder};
 use crate::resp::{RedisConnection, RedisReply};
 use crate::shared;
@@ -129,6 +131,29 @@ impl Cluster {
                 })
             })
         })
+    }
+
+    /// Starts a proxy of every node, in the order of [`Cluster::nodes`], and lets the nodes tell clients its port instead
+    /// of theirs. Afterwards no node is found by slot.
+    pub fn start_proxies(&self) -> Result<Vec<Proxy>> {
+        let start = |node: &Redis| {
+            let proxy = Proxy::start(node.addr())?;
+            let port = proxy.addr().port().to_string();
+            node.command(&["CONFIG", "SET", "cluster-announce-port", &port])?.ok()?;
+            Ok(proxy)
+        };
+        let proxies = self.nodes.iter().map(start).collect::<Result<Vec<_>>>()?;
+        let announced: BTreeSet<i64> =
+            proxies.iter().map(|proxy| proxy.addr().port().into()).collect();
+        wait_until("all nodes to tell the ports of the proxies", FORM_LIMIT, || {
+            self.nodes.iter().all(|node| {
+                node.command(&["CLUSTER", "SLOTS"]).is_ok_and(|slots| {
+                    let told = ranges(&slots).into_iter().flat_map(|range| range.ports);
+                    told.collect::<BTreeSet<i64>>() == announced
+                })
+            })
+        })?;
+        Ok(proxies)
     }
 
     /// Waits until all running nodes agree that all slots are served.

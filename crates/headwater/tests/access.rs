@@ -328,6 +328,8 @@ async fn sending_to_system_streams_and_to_streams_of_other_programs_requires_the
         Ok(send(request.bearer_auth(token).json(&body)).await?.0)
     };
     redis.command(&["XADD", "jobs", "*", "task", "1"])?.ok()?;
+    redis.command(&["XADD", "mails", "*", "payload", "hello", "to", "ada"])?.ok()?;
+    redis.command(&["XADD", "clicks", "*", "payload", "from another client"])?.ok()?;
     redis.command(&["SET", "counter", "1"])?.ok()?;
     for topic in [
         "issue_work",
@@ -338,6 +340,7 @@ async fn sending_to_system_streams_and_to_streams_of_other_programs_requires_the
         "streaming:mq:desk:provisional",
         "stream:topic:orders:p:0",
         "jobs",
+        "mails",
     ] {
         let length = redis.command(&["XLEN", topic])?;
         assert_eq!(produce(topic, WRITE).await?, 403, "{topic}");
@@ -345,8 +348,8 @@ async fn sending_to_system_streams_and_to_streams_of_other_programs_requires_the
     }
     assert_eq!(produce("counter", WRITE).await?, 409, "it is no stream");
     assert_eq!(redis.command(&["GET", "counter"])?.text(), "1");
-    for _ in 0..2 {
-        assert_eq!(produce("orders", WRITE).await?, 201);
+    for topic in ["orders", "orders", "clicks"] {
+        assert_eq!(produce(topic, WRITE).await?, 201, "{topic}");
     }
     assert_eq!(produce("jobs", ADMIN).await?, 201);
     Ok(())

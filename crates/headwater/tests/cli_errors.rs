@@ -82,18 +82,18 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("issue event", Database, &["1"]),
     ("issue why", Database, &["1"]),
     ("issue timeline", Database, &["1"]),
-    ("issue retry", Both, &["1"]),
-    ("issue release", Both, &["1"]),
-    ("ticket new", Both, &["--title", "t", "--content", "c"]),
+    ("issue retry", Database, &["1"]),
+    ("issue release", Database, &["1"]),
+    ("ticket new", Database, &["--title", "t", "--content", "c"]),
     ("ticket list", Database, &[]),
     ("ticket show", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket follow", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket why", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
-    ("ticket reply", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--content", "c"]),
-    ("ticket close", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket reply", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--content", "c"]),
+    ("ticket close", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket take", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket assign", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--to", "n"]),
-    ("ticket reopen", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket reopen", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("draft list", Database, &[]),
     ("draft show", Database, &["1"]),
     ("draft link", Database, &["1"]),
@@ -262,7 +262,7 @@ fn unreachable_args(needs: Requirement, port: u16) -> Vec<Vec<String>> {
     let streams = words(&["--stream-url", &format!("redis://127.0.0.1:{port}")]);
     let database = format!("postgres://nobody:nothing@127.0.0.1:{port}/none");
     let memory = match needs {
-        // These commands do not open the streams, so an unreachable Redis does not matter.
+        // These commands do not need the streams, so an unreachable Redis does not matter.
         Database => format!("redis://127.0.0.1:{port}"),
         _ => "embedded:memory".to_owned(),
     };

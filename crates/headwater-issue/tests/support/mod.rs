@@ -358,6 +358,11 @@ impl Gate {
         tokio::time::timeout(LONG, waiting).await.context("no arrival at the gate")
     }
 
+    /// The number of arrivals so far.
+    pub(crate) fn arrivals(&self) -> usize {
+        self.0.arrived.load(Ordering::SeqCst)
+    }
+
     /// Opens the gate for all waiting handlers.
     pub(crate) fn open_all(&self) {
         self.0.opened.notify_waiters();

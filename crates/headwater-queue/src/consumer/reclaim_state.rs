@@ -10,7 +10,7 @@ use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
 
 use headwater_stream::{
-    ConsumerName, EntryId, PendingDelivery, ReclaimResult, SettleAction, StreamError,
+    Backoff, ConsumerName, EntryId, PendingDelivery, ReclaimResult, SettleAction, StreamError,
 };
 use tokio::time::Instant;
 
@@ -19,7 +19,9 @@ use super::partition_state::{
 };
 use super::pull::lease_of;
 
-const RETRY_PAUSE: Duration = Duration::from_millis(100);
+/// How often a reclaim that must succeed is retried. Without randomness: the state machine has no source of it, and the partitions
+/// do not fail at the same moment.
+const RETRY: Backoff = Backoff::doubling(Duration::from_millis(100), Duration::from_secs(1));
 /// How often a stream that was deleted or replaced is checked: a producer may create it again.
 const STREAM_CHECK_EVERY: Duration = Duration::from_millis(500);
 /// How long a suspect entry is handled alone before others join it.
@@ -114,6 +116,8 @@ struct RunningReclaim {
     rows: VecDeque<PendingDelivery>,
     /// Until when a suspect entry waits for running handlers.
     alone_until: Option<Instant>,
+    /// How often it failed.
+    failures: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -172,6 +176,7 @@ impl PartitionState {
                     known: HashSet::new(),
                     rows: VecDeque::new(),
                     alone_until: None,
+                    failures: 0,
                 });
                 continue;
             };
@@ -301,8 +306,11 @@ impl PartitionState {
         }
         let is_missing =
             matches!(error, StreamError::NoGroup { .. } | StreamError::WrongType { .. });
-        let retry_at = self.now + if is_missing { STREAM_CHECK_EVERY } else { RETRY_PAUSE };
         let Some(running) = &mut self.reclaims.running else { return };
+        running.failures = running.failures.saturating_add(1);
+        let pause =
+            if is_missing { STREAM_CHECK_EVERY } else { RETRY.delay(running.failures, 0.0) };
+        let retry_at = self.now + pause;
         let scope = running.scope.clone();
         let is_retried = matches!(running.purpose, ReclaimPurpose::Start | ReclaimPurpose::Unseen);
         if is_retried {

@@ -13,8 +13,8 @@ use axum::response::sse::{Event, KeepAlive};
 use futures_util::{Stream, StreamExt, stream};
 use headwater_queue::limits::PAGE_MAX;
 use headwater_queue::{
-    Bound, MessageHeaders, MessageQuery, NewMessage, Producer, Queue, QueueError, TailConfig,
-    TailStart,
+    Bound, Message, MessageHeaders, MessageQuery, NewMessage, Producer, Queue, QueueError,
+    TailConfig, TailStart,
 };
 use headwater_stream::{Direction, Range, StreamName};
 use serde::{Deserialize, Serialize};
@@ -100,9 +100,6 @@ pub(crate) enum ProduceResult {
     /// Not sent, or unconfirmed.
     Failed { error: String },
 }
-
-/// Streams of other programs have entries without this field.
-const PAYLOAD_FIELD: &str = "payload";
 
 /// Remembered topics, and for how long; beyond it, they are checked again.
 const KNOWN_TOPICS_MAX: usize = 10_000;
@@ -197,7 +194,7 @@ async fn stored_topic(queue: &Queue, topic: &str) -> Result<StoredTopic, QueueEr
         return Ok(StoredTopic::Missing);
     }
     let newest = queue.backend().range(&stream, Range::last(1)).await?;
-    let is_foreign = newest.first().is_some_and(|entry| entry.fields.get(PAYLOAD_FIELD).is_none());
+    let is_foreign = newest.first().is_some_and(|entry| !Message::is_stored_as(&entry.fields));
     Ok(if is_foreign { StoredTopic::Foreign } else { StoredTopic::Plain })
 }
 

@@ -55,6 +55,8 @@ pub(super) struct Requirements {
 enum RequiredBackends {
     Streams,
     Database,
+    /// The streams may be unreachable.
+    DatabaseAndNudges,
     Everything,
 }
 
@@ -69,7 +71,12 @@ impl Requirements {
         Self { backends: RequiredBackends::Database, is_read_only }
     }
 
-    /// For sessions and changes that nudge workers.
+    /// For changes in the database that nudge workers: without the nudge, the sweep finds them.
+    pub(super) fn database_and_nudges() -> Self {
+        Self { backends: RequiredBackends::DatabaseAndNudges, is_read_only: false }
+    }
+
+    /// For what is in the streams and in the database.
     pub(super) fn everything(is_read_only: bool) -> Self {
         Self { backends: RequiredBackends::Everything, is_read_only }
     }
@@ -117,7 +124,13 @@ impl InProcessApi {
             settings.stream_url = NO_STREAMS.into();
         }
         let settings = &settings;
-        let streams = streams(settings).await?;
+        let streams = match requirements.backends {
+            RequiredBackends::DatabaseAndNudges => {
+                startup::lazy_streams(&with_short_timeouts(settings), &ShutdownSignal::default())
+                    .await?
+            }
+            _ => streams(settings).await?,
+        };
         let operations =
             Operations::new(Arc::clone(&streams), settings.http.clone(), ShutdownSignal::default())
                 .map_err(|error| CliError::new(error.to_string()))?;

@@ -204,10 +204,18 @@ pub(crate) async fn streams_for_server(
     settings: &Settings,
     shutdown: &ShutdownSignal,
 ) -> Result<(Arc<dyn Backend>, StreamMonitor), CliError> {
-    let options = Options { lazy: true, ..stream_options(settings) };
-    let streams = open_streams(settings, shutdown, &options).await?;
+    let streams = lazy_streams(settings, shutdown).await?;
     let monitor = StreamMonitor::open(streams.as_ref(), settings.stream_shown()).await?;
     Ok((streams, monitor))
+}
+
+/// Opens the stream backend. Redis may be unreachable: every call tries to connect.
+pub(crate) async fn lazy_streams(
+    settings: &Settings,
+    shutdown: &ShutdownSignal,
+) -> Result<Arc<dyn Backend>, CliError> {
+    let options = Options { lazy: true, ..stream_options(settings) };
+    open_streams(settings, shutdown, &options).await
 }
 
 async fn open_streams(

@@ -1,10 +1,12 @@
 //! What keeps working while a dependency fails: the table of docs/reliability.md, one row per fault.
 //!
 //! Each test runs a server, a worker and a consumer on PostgreSQL and Redis behind proxies, with a model and a receiver
-//! of replies. The server handles an issue of its own all the time, so the worker answers. The test causes one fault, checks what each role does meanwhile, ends the fault, and checks that everything
-//! that was confirmed is handled.
+//! of replies. The server handles an issue of its own all the time, so the worker answers. The test causes one fault,
+//! checks what each role does meanwhile, ends the fault, and checks that everything that was confirmed is handled.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod sql_database;
+mod stream_servers;
 #[path = "../support/mod.rs"]
 mod support;
 mod system;
@@ -30,154 +32,112 @@ enum Effect {
 use Effect::{Rejects, Waits, Works};
 
 /// The roles, in the order of the columns.
-const ROLES: [&str; 6] = [
+const ROLES: [&str; 8] = [
     "server: webhooks",
     "worker: answers",
-    "producer",
+    "server: messages",
     "consumer",
-    "verbs on SQL",
-    "verbs on streams",
+    "`issue list`",
+    "`topic list`",
+    "`ticket new`",
+    "`produce`",
 ];
 
-/// Every fault, and what each role does meanwhile.
-const MATRIX: &[(Fault, &str, [Effect; 6])] = &[
-    (Fault::RedisDown, "Redis is unreachable", [Works, Works, Rejects, Waits, Works, Rejects]),
-    (Fault::RedisStalls, "Redis does not answer", [Works, Works, Rejects, Waits, Works, Rejects]),
-    (Fault::RedisSlow, "Redis answers 100 ms late", [Works; 6]),
-    (
-        Fault::RedisFull,
-        "Redis is full (`noeviction`)",
-        [Works, Works, Rejects, Works, Works, Works],
-    ),
-    (
-        Fault::RedisReadOnly,
-        "Redis is a read-only replica",
-        [Works, Works, Rejects, Waits, Works, Works],
-    ),
-    (
-        Fault::RedisDenies,
-        "Redis rejects the password",
-        [Works, Works, Rejects, Waits, Works, Rejects],
-    ),
-    (Fault::ShardDown, "a shard of a Redis Cluster is down, for topics on the others", [Works; 6]),
-    (
-        Fault::ShardHangs,
-        "a shard of a Redis Cluster does not answer, for topics on the others",
-        [Works; 6],
-    ),
-    (
-        Fault::SentinelsDown,
-        "the Sentinels of Redis are unreachable",
-        [Works, Works, Works, Works, Works, Rejects],
-    ),
-    (
-        Fault::SentinelsHang,
-        "the Sentinels of Redis do not answer",
-        [Works, Works, Works, Works, Works, Rejects],
-    ),
-    (
-        Fault::SentinelsDeny,
-        "the Sentinels of Redis reject the password",
-        [Works, Works, Works, Works, Works, Rejects],
-    ),
-    (
-        Fault::PostgresDown,
-        "PostgreSQL is unreachable",
-        [Rejects, Waits, Works, Works, Rejects, Works],
-    ),
-    (
-        Fault::PostgresStalls,
-        "PostgreSQL does not answer",
-        [Rejects, Waits, Works, Works, Rejects, Works],
-    ),
-    (Fault::PostgresSlow, "PostgreSQL answers 100 ms late", [Works; 6]),
-    (
-        Fault::PostgresReadOnly,
-        "PostgreSQL is read-only",
-        [Rejects, Waits, Works, Works, Works, Works],
-    ),
-    (
-        Fault::PostgresDenies,
-        "PostgreSQL rejects connections",
-        [Rejects, Waits, Works, Works, Rejects, Works],
-    ),
-    (
-        Fault::PostgresFull,
-        "PostgreSQL has no disk space left",
-        [Rejects, Waits, Works, Works, Works, Works],
-    ),
-    (
-        Fault::PostgresWrongPassword,
-        "PostgreSQL rejects the password",
-        [Rejects, Waits, Works, Works, Rejects, Works],
-    ),
-    (
-        Fault::SqliteLocked,
-        "another program keeps SQLite locked",
-        [Rejects, Waits, Works, Works, Works, Works],
-    ),
-    (
-        Fault::SqliteFull,
-        "SQLite has no disk space left",
-        [Rejects, Waits, Works, Works, Works, Works],
-    ),
-    (Fault::ModelDown, "the model is unreachable", [Works, Waits, Works, Works, Works, Works]),
-    (Fault::ModelStalls, "the model does not answer", [Works, Waits, Works, Works, Works, Works]),
-    (Fault::ModelSlow, "the model answers 100 ms late", [Works; 6]),
-    (
-        Fault::ModelDenies,
-        "the model rejects the API key",
-        [Works, Waits, Works, Works, Works, Works],
-    ),
-    (
-        Fault::ReceiverDown,
-        "the receiver of replies is unreachable",
-        [Works, Waits, Works, Works, Works, Works],
-    ),
-    (
-        Fault::ReceiverStalls,
-        "the receiver of replies does not answer",
-        [Works, Waits, Works, Works, Works, Works],
-    ),
-    (Fault::ReceiverSlow, "the receiver of replies answers 100 ms late", [Works; 6]),
-    (
-        Fault::ReceiverDenies,
-        "the receiver of replies rejects the token",
-        [Works, Waits, Works, Works, Works, Works],
-    ),
-];
+/// The faults: the test of each, its row, and what each role does meanwhile.
+macro_rules! matrix {
+    ($($test:ident $fault:ident $row:literal $($effect:ident)+;)+) => {
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum Fault {
+            $($fault,)+
+        }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
-    RedisDown,
-    RedisStalls,
-    RedisSlow,
-    RedisFull,
-    RedisReadOnly,
-    RedisDenies,
-    ShardDown,
-    ShardHangs,
-    SentinelsDown,
-    SentinelsHang,
-    SentinelsDeny,
-    PostgresDown,
-    PostgresStalls,
-    PostgresSlow,
-    PostgresReadOnly,
-    PostgresDenies,
-    PostgresFull,
-    PostgresWrongPassword,
-    SqliteLocked,
-    SqliteFull,
-    ModelDown,
-    ModelStalls,
-    ModelSlow,
-    ModelDenies,
-    ReceiverDown,
-    ReceiverStalls,
-    ReceiverSlow,
-    ReceiverDenies,
+        const MATRIX: &[(Fault, &str, [Effect; ROLES.len()])] =
+            &[$((Fault::$fault, $row, [$(Effect::$effect),+]),)+];
+
+        $(
+            #[tokio::test(flavor = "multi_thread")]
+            async fn $test() {
+                matrix_row(Fault::$fault).await;
+            }
+        )+
+    };
 }
+matrix! {
+    redis_is_unreachable RedisDown "Redis is unreachable"
+        Works Works Rejects Waits Works Rejects Works Rejects;
+    redis_does_not_answer RedisStalls "Redis does not answer"
+        Works Works Rejects Waits Works Rejects Works Rejects;
+    redis_is_slow RedisSlow "Redis answers 100 ms late"
+        Works Works Works Works Works Works Works Works;
+    redis_is_full RedisFull "Redis is full (`noeviction`)"
+        Works Works Rejects Works Works Works Works Rejects;
+    redis_is_read_only RedisReadOnly "Redis is a read-only replica"
+        Works Works Rejects Waits Works Works Works Rejects;
+    redis_rejects_the_password RedisDenies "Redis rejects the password"
+        Works Works Rejects Waits Works Rejects Works Rejects;
+    a_redis_cluster_is_unreachable ClusterDown "a Redis Cluster is unreachable"
+        Works Works Rejects Waits Works Rejects Works Rejects;
+    a_redis_cluster_does_not_answer ClusterStalls "a Redis Cluster does not answer"
+        Works Works Rejects Waits Works Rejects Works Rejects;
+    a_redis_cluster_is_slow ClusterSlow "a Redis Cluster answers 100 ms late"
+        Works Works Works Works Works Works Works Works;
+    a_redis_cluster_is_full ClusterFull "a Redis Cluster is full (`noeviction`)"
+        Works Works Rejects Works Works Works Works Rejects;
+    a_redis_cluster_is_read_only ClusterReadOnly "a Redis Cluster lacks replicas (`min-replicas-to-write`)"
+        Works Works Rejects Waits Works Works Works Rejects;
+    a_redis_cluster_rejects_the_password ClusterDenies "a Redis Cluster rejects the password"
+        Works Works Rejects Waits Works Rejects Works Rejects;
+    a_shard_of_a_redis_cluster_is_down ShardDown "a shard of a Redis Cluster is down, for topics on the others"
+        Works Works Works Works Works Works Works Works;
+    a_shard_of_a_redis_cluster_does_not_answer ShardHangs "a shard of a Redis Cluster does not answer, for topics on the others"
+        Works Works Works Works Works Works Works Works;
+    sentinels_are_unreachable SentinelsDown "the Sentinels of Redis are unreachable"
+        Works Works Works Works Works Rejects Works Rejects;
+    sentinels_do_not_answer SentinelsHang "the Sentinels of Redis do not answer"
+        Works Works Works Works Works Rejects Works Rejects;
+    sentinels_reject_the_password SentinelsDeny "the Sentinels of Redis reject the password"
+        Works Works Works Works Works Rejects Works Rejects;
+    the_embedded_log_is_full EmbeddedFull "the embedded log has no disk space left"
+        Works Works Rejects Waits Works Rejects Works Rejects;
+    postgres_is_unreachable PostgresDown "PostgreSQL is unreachable"
+        Rejects Waits Works Works Rejects Works Rejects Works;
+    postgres_does_not_answer PostgresStalls "PostgreSQL does not answer"
+        Rejects Waits Works Works Rejects Works Rejects Works;
+    postgres_is_slow PostgresSlow "PostgreSQL answers 100 ms late"
+        Works Works Works Works Works Works Works Works;
+    postgres_is_read_only PostgresReadOnly "PostgreSQL is read-only"
+        Rejects Waits Works Works Works Works Rejects Works;
+    postgres_rejects_connections PostgresDenies "PostgreSQL rejects connections"
+        Rejects Waits Works Works Rejects Works Rejects Works;
+    postgres_is_full PostgresFull "PostgreSQL has no disk space left"
+        Rejects Waits Works Works Works Works Rejects Works;
+    postgres_rejects_the_password PostgresWrongPassword "PostgreSQL rejects the password"
+        Rejects Waits Works Works Rejects Works Rejects Works;
+    sqlite_is_locked SqliteLocked "another program keeps SQLite locked"
+        Rejects Waits Works Works Works Works Rejects Works;
+    sqlite_is_full SqliteFull "SQLite has no disk space left"
+        Rejects Waits Works Works Works Works Rejects Works;
+    the_model_is_unreachable ModelDown "the model is unreachable"
+        Works Waits Works Works Works Works Works Works;
+    the_model_does_not_answer ModelStalls "the model does not answer"
+        Works Waits Works Works Works Works Works Works;
+    the_model_is_slow ModelSlow "the model answers 100 ms late"
+        Works Works Works Works Works Works Works Works;
+    the_model_rejects_the_key ModelDenies "the model rejects the API key"
+        Works Waits Works Works Works Works Works Works;
+    the_receiver_is_unreachable ReceiverDown "the receiver of replies is unreachable"
+        Works Waits Works Works Works Works Works Works;
+    the_receiver_does_not_answer ReceiverStalls "the receiver of replies does not answer"
+        Works Waits Works Works Works Works Works Works;
+    the_receiver_is_slow ReceiverSlow "the receiver of replies answers 100 ms late"
+        Works Works Works Works Works Works Works Works;
+    the_receiver_rejects_the_token ReceiverDenies "the receiver of replies rejects the token"
+        Works Waits Works Works Works Works Works Works;
+}
+
+/// A ticket, which does not concern the issues of the webhooks.
+const NEW_TICKET: [&str; 8] =
+    ["ticket", "new", "--title", "by the verb", "--content", "Hello", "--user", "ada"];
 
 /// Long enough that a role which works would have finished on a quiet machine.
 const WINDOW: Duration = Duration::from_secs(3);
@@ -227,7 +187,10 @@ async fn matrix_row(fault: Fault) {
         works_or_waits(expected[3], "the message", || system.has_handled("unread")).await,
         works_or_rejects(system.verb(&["issue", "list"])),
         works_or_rejects(system.verb(&["topic", "list"])),
+        works_or_rejects(system.verb(&NEW_TICKET)),
+        works_or_rejects(system.verb(&["produce", "sales", "--payload", "by the verb"])),
     ];
+    let (has_ticket, is_produced) = (seen[6] == Works, seen[7] == Works);
     assert_eq!(seen, *expected, "{name}: {ROLES:?}\n{}", system.server.log());
     // Until here the server waits for its model, so it was the worker that worked.
     assert!(expected[1] != Works || system.is_answered_by_worker("before"), "{name}");
@@ -242,65 +205,31 @@ async fn matrix_row(fault: Fault) {
             .await
             .unwrap();
     }
-    if is_sent {
-        eventually("the second message", || system.has_handled("during")).await.unwrap();
+    for (is_sent, message) in [(is_sent, "during"), (is_produced, "by the verb")] {
+        let what = format!("the message {message}");
+        eventually(&what, || !is_sent || system.has_handled(message)).await.unwrap();
     }
+    assert_eq!(system.has_ticket().await, has_ticket);
     assert!(system.webhook("after").await && system.produce("after").await);
     eventually("the answer to the last event", || system.answers("after") > 0).await.unwrap();
     eventually("the last message", || system.has_handled("after")).await.unwrap();
     eventually("the answers of the server", || system.are_occupying_answered()).await.unwrap();
     system.assert_answered_once(fault);
-    // Three events and five messages, but for those that were rejected during the fault.
-    let sent = 6 + u64::from(is_confirmed) + u64::from(is_sent);
+    // Three events and six messages, but for those that were rejected during the fault.
+    let during = [is_confirmed, is_sent, is_produced];
+    let sent = 6 + during.into_iter().map(u64::from).sum::<u64>();
     let repeated = |id| system.answers(id).saturating_sub(1) as u64;
     let doubled = ["before", "during", "after"].map(repeated).iter().sum();
     let counts = ChaosCounts { sent, handled: sent, doubled, ..Default::default() };
     counts.report(name).unwrap();
 }
 
-macro_rules! rows {
-    ($($test:ident: $fault:ident,)*) => {$(
-        #[tokio::test(flavor = "multi_thread")]
-        async fn $test() {
-            matrix_row(Fault::$fault).await;
-        }
-    )*};
-}
-rows! {
-    redis_is_unreachable: RedisDown,
-    redis_does_not_answer: RedisStalls,
-    redis_is_slow: RedisSlow,
-    redis_is_full: RedisFull,
-    redis_is_read_only: RedisReadOnly,
-    redis_rejects_the_password: RedisDenies,
-    a_shard_of_a_redis_cluster_is_down: ShardDown,
-    a_shard_of_a_redis_cluster_does_not_answer: ShardHangs,
-    sentinels_are_unreachable: SentinelsDown,
-    sentinels_do_not_answer: SentinelsHang,
-    sentinels_reject_the_password: SentinelsDeny,
-    postgres_is_unreachable: PostgresDown,
-    postgres_does_not_answer: PostgresStalls,
-    postgres_is_slow: PostgresSlow,
-    postgres_is_read_only: PostgresReadOnly,
-    postgres_rejects_connections: PostgresDenies,
-    postgres_is_full: PostgresFull,
-    postgres_rejects_the_password: PostgresWrongPassword,
-    sqlite_is_locked: SqliteLocked,
-    sqlite_is_full: SqliteFull,
-    the_model_is_unreachable: ModelDown,
-    the_model_does_not_answer: ModelStalls,
-    the_model_is_slow: ModelSlow,
-    the_model_rejects_the_key: ModelDenies,
-    the_receiver_is_unreachable: ReceiverDown,
-    the_receiver_does_not_answer: ReceiverStalls,
-    the_receiver_is_slow: ReceiverSlow,
-    the_receiver_rejects_the_token: ReceiverDenies,
-}
-
 /// The table as docs/reliability.md shows it.
 fn table() -> String {
-    let mut lines =
-        vec![format!("| while | {} |", ROLES.join(" | ")), format!("|{}", "---|".repeat(7))];
+    let mut lines = vec![
+        format!("| while | {} |", ROLES.join(" | ")),
+        format!("|{}", "---|".repeat(1 + ROLES.len())),
+    ];
     for (_, name, effects) in MATRIX {
         let effects = effects.map(|effect| format!("{effect:?}").to_lowercase());
         lines.push(format!("| {name} | {} |", effects.join(" | ")));

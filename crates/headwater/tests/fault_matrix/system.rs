@@ -9,17 +9,17 @@ use std::time::Duration;
 use axum::http::{HeaderMap, StatusCode};
 use axum::routing::post;
 use axum::{Json, Router};
-use headwater_testkit::{Cluster, Database, Postgres, Proxy, Redis, Sentinel};
+use headwater_testkit::Proxy;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use sqlx::sqlite::SqliteConnectOptions;
-use sqlx::{ConnectOptions, SqliteConnection};
+use sqlx::SqliteConnection;
 use tokio::sync::watch;
 
 use crate::Fault;
-use crate::support::disk::SmallDisk;
+use crate::sql_database::{ADD_TRIGGERS, DISK_FULL, DISK_HAS_SPACE, SqlDatabase};
+use crate::stream_servers::StreamServers;
 use crate::support::sender::{STANDARD_SECRET, now, send, standard};
-use crate::support::{LIMIT, Server, ServerDir, directory, eventually, text};
+use crate::support::{LIMIT, Server, ServerDir, eventually, text};
 
 const DELAY: Duration = Duration::from_millis(100);
 
@@ -84,197 +84,6 @@ async fn external_services(denials: Arc<Denials>) -> (Replies, std::net::SocketA
     (replies, address)
 }
 
-/// The servers that have the streams.
-enum StreamServers {
-    One { redis: Box<Redis>, proxy: Proxy },
-    Cluster(Cluster),
-    Sentinel(Box<Sentinel>),
-}
-
-impl StreamServers {
-    fn start(fault: Fault) -> Self {
-        match fault {
-            Fault::ShardDown | Fault::ShardHangs => {
-                let cluster = Cluster::builder().setting("cluster-require-full-coverage", "no");
-                Self::Cluster(cluster.setting("appendonly", "yes").start().unwrap())
-            }
-            Fault::SentinelsDown | Fault::SentinelsHang | Fault::SentinelsDeny => {
-                let sentinel = Sentinel::start().unwrap();
-                sentinel.sentinels().iter().for_each(add_user);
-                Self::Sentinel(Box::new(sentinel))
-            }
-            _ => {
-                let redis = Redis::start().unwrap();
-                add_user(&redis);
-                let proxy = Proxy::start(redis.addr()).unwrap();
-                Self::One { redis: Box::new(redis), proxy }
-            }
-        }
-    }
-
-    fn url(&self) -> String {
-        match self {
-            Self::One { proxy, .. } => format!("redis://app:secret@{}", proxy.addr()),
-            Self::Cluster(cluster) => cluster.url(),
-            Self::Sentinel(sentinel) => {
-                format!("{}?sentinel_user=app&sentinel_password=secret", sentinel.url())
-            }
-        }
-    }
-
-    fn proxy(&self) -> &Proxy {
-        let Self::One { proxy, .. } = self else { panic!("a fault of one server") };
-        proxy
-    }
-
-    /// Runs a command at the one server.
-    fn command(&self, words: &[&str]) {
-        let Self::One { redis, .. } = self else { panic!("a fault of one server") };
-        redis.command(words).unwrap().ok().unwrap();
-    }
-
-    /// The servers at which the processes log in as `app`.
-    fn servers_with_user(&self) -> &[Redis] {
-        match self {
-            Self::One { redis, .. } => std::slice::from_ref(redis),
-            Self::Cluster(_) => &[],
-            Self::Sentinel(sentinel) => sentinel.sentinels(),
-        }
-    }
-
-    /// Changes the password of the user, and ends its connections.
-    fn deny(&self) {
-        for server in self.servers_with_user() {
-            server
-                .command(&["ACL", "SETUSER", "app", "resetpass", ">other"])
-                .unwrap()
-                .ok()
-                .unwrap();
-            server.command(&["CLIENT", "KILL", "USER", "app"]).unwrap().ok().unwrap();
-        }
-    }
-
-    /// Accepts the password again.
-    fn allow(&self) {
-        for server in self.servers_with_user() {
-            server.command(&["ACL", "SETUSER", "app", ">secret"]).unwrap().ok().unwrap();
-        }
-    }
-
-    fn sentinels(&self) -> &[Redis] {
-        let Self::Sentinel(sentinel) = self else { panic!("a fault of Sentinels") };
-        sentinel.sentinels()
-    }
-
-    fn cluster(&self) -> &Cluster {
-        let Self::Cluster(cluster) = self else { panic!("a fault of a cluster") };
-        cluster
-    }
-
-    /// A shard, primary and replica, that holds neither the topic nor the list of topics.
-    fn shard(&self) -> [&Redis; 2] {
-        let cluster = self.cluster();
-        let primary = |key: &str| {
-            let slot = cluster.slot_of(key).unwrap();
-            cluster.primary_of_slot(slot).unwrap().port()
-        };
-        let needed = [
-            "streaming:mq:topics:registry",
-            "streaming:mq:topics:plain",
-            "streaming:mq:topic:sales:meta",
-            "stream:topic:{sales:0}",
-        ]
-        .map(primary);
-        let nodes = cluster.nodes();
-        let replicas = nodes.len() / 2;
-        let free = (0..replicas).find(|at| !needed.contains(&nodes[*at].port()));
-        let free = free.expect("one of three shards has none of them");
-        [&nodes[free], &nodes[free + replicas]]
-    }
-}
-
-/// The database that has the issues.
-enum SqlDatabase {
-    Postgres { server: Box<Postgres>, database: Database, proxy: Proxy, url: String },
-    Sqlite { disk: Option<SmallDisk>, url: String },
-}
-
-impl SqlDatabase {
-    /// `None` if this process may not mount the disk that the fault needs.
-    fn start(fault: Fault, dir: &ServerDir) -> Option<Self> {
-        if matches!(fault, Fault::SqliteLocked | Fault::SqliteFull) {
-            let data = directory(dir, "data").unwrap();
-            let disk = match fault {
-                Fault::SqliteFull => Some(SmallDisk::mount(&data).unwrap()?),
-                _ => None,
-            };
-            let url = format!("sqlite:{}", data.join("issues.db").display());
-            return Some(Self::Sqlite { disk, url });
-        }
-        // Passwords are a matter of the whole server.
-        let has_passwords = fault == Fault::PostgresWrongPassword;
-        let server = if has_passwords { Postgres::start() } else { Postgres::shared() }.unwrap();
-        let database = server.database().unwrap();
-        let proxy = Proxy::start(server.addr()).unwrap();
-        let mut url = database.url_at(proxy.addr());
-        if has_passwords {
-            url = require_password(&database, &url);
-        }
-        Some(Self::Postgres { server: Box::new(server), database, proxy, url })
-    }
-
-    fn url(&self) -> &str {
-        match self {
-            Self::Postgres { url, .. } | Self::Sqlite { url, .. } => url,
-        }
-    }
-
-    fn proxy(&self) -> &Proxy {
-        let Self::Postgres { proxy, .. } = self else { panic!("a fault of PostgreSQL") };
-        proxy
-    }
-
-    fn disk(&self) -> &SmallDisk {
-        let Self::Sqlite { disk: Some(disk), .. } = self else { panic!("a fault of a small disk") };
-        disk
-    }
-
-    /// Runs a statement in the database.
-    fn query(&self, statement: &str) {
-        let Self::Postgres { database, .. } = self else { panic!("a fault of PostgreSQL") };
-        database.query(statement).unwrap();
-    }
-
-    /// Changes the password of the database user, and ends its sessions.
-    fn set_password(&self, password: &str) {
-        self.change(&format!("ALTER ROLE app PASSWORD '{password}'"));
-    }
-
-    /// Changes the database and ends its sessions.
-    fn set_database(&self, change: &str) {
-        let Self::Postgres { database, .. } = self else { panic!("a fault of PostgreSQL") };
-        self.change(&format!("ALTER DATABASE \"{}\" {change}", database.name()));
-    }
-
-    /// Executes a statement and ends the sessions of the database, from another database.
-    fn change(&self, statement: &str) {
-        let Self::Postgres { server, database, .. } = self else { panic!("a fault of PostgreSQL") };
-        let admin = server.database().unwrap();
-        admin.query(statement).unwrap();
-        let end = format!(
-            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = '{}'",
-            database.name()
-        );
-        admin.query(&end).unwrap();
-    }
-
-    /// Another program that uses the file.
-    async fn other_program(&self) -> SqliteConnection {
-        let options: SqliteConnectOptions = self.url().parse().unwrap();
-        options.busy_timeout(LIMIT).connect().await.unwrap()
-    }
-}
-
 /// All processes, and the proxies between them.
 pub(crate) struct System {
     streams: StreamServers,
@@ -286,9 +95,11 @@ pub(crate) struct System {
     to_receiver: Proxy,
     replies: Replies,
     dir: ServerDir,
-    arguments: [String; 4],
+    /// Where verbs find the streams and the database.
+    arguments: Vec<String>,
     pub(crate) server: Server,
-    _worker: Server,
+    /// `None` with the embedded log, which one process has: the server answers.
+    worker: Option<Server>,
     consumer: Child,
     /// Webhooks that were sent until the server, which handles one issue at a time, had one to handle.
     occupying: usize,
@@ -315,7 +126,8 @@ impl System {
         );
         let dir = ServerDir::new().unwrap().settings(&settings).unwrap();
         let sql = SqlDatabase::start(fault, &dir)?;
-        let streams = StreamServers::start(fault);
+        let streams = StreamServers::start(fault, &dir)?;
+        let has_worker = streams.disk().is_none();
         let arguments =
             ["--stream-url", &streams.url(), "--database-url", sql.url()].map(str::to_owned);
         let model = format!("http://{}/v1", to_model.addr());
@@ -325,12 +137,19 @@ impl System {
         let patience = ["--model-timeout", "5m", "--model-idle-timeout", "5m"];
         let of_server = ["--model-name", SERVER_MODEL, "--worker-concurrency", "1"];
         let of_server = [of_server, patience].concat();
-        let server = dir.serve(&[&all[..], &of_server[..]].concat()).unwrap();
-        let _worker = dir.worker(&[&all[..], &["--model-name", WORKER_MODEL]].concat()).unwrap();
+        let of_worker = ["--model-name", WORKER_MODEL];
+        let of_server = if has_worker { &of_server[..] } else { &of_worker };
+        let server = dir.serve(&[&all[..], of_server].concat()).unwrap();
+        let start_worker = || dir.worker(&[&all[..], &of_worker].concat()).unwrap();
+        let worker = has_worker.then(start_worker);
         server.until("/health/ready", |_, body| body["status"] == "ready").await.unwrap();
         let topic = json!({"name": "sales", "partitions": 1});
         assert_eq!(server.post("/api/v1/topics", &topic).await.unwrap().0, 201);
         let exec = "cat >> handled; echo >> handled";
+        let arguments = match has_worker {
+            true => arguments.to_vec(),
+            false => vec!["--url".to_owned(), server.url("")],
+        };
         let to: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let verb = ["consume", "sales", "--group", "g", "--exec", exec];
         let consumer = dir.command(&[&verb[..], &to].concat()).spawn().unwrap();
@@ -345,14 +164,16 @@ impl System {
             dir,
             arguments,
             server,
-            _worker,
+            worker,
             consumer,
             occupying: 0,
         };
         // The consumer owns the partition.
         assert!(system.produce("first").await);
         eventually("the first message", || system.has_handled("first")).await.unwrap();
-        system.occupy_server().await;
+        if system.worker.is_some() {
+            system.occupy_server().await;
+        }
         Some(system)
     }
 
@@ -406,6 +227,12 @@ impl System {
         status == 201
     }
 
+    /// Whether there is the ticket of the verb.
+    pub(crate) async fn has_ticket(&self) -> bool {
+        let (_, tickets) = self.server.get("/api/v1/tickets").await.unwrap();
+        tickets.to_string().contains("by the verb")
+    }
+
     pub(crate) fn has_handled(&self, payload: &str) -> bool {
         let handled = std::fs::read_to_string(self.dir.path().join("handled")).unwrap_or_default();
         handled.lines().any(|line| line == payload)
@@ -428,13 +255,9 @@ impl System {
             "{verb:?}: {:?} {error}",
             output.status
         );
-        assert!(
-            output.status.success()
-                || ["unreachable", "denied", "authentication failed"]
-                    .iter()
-                    .any(|it| error.contains(it)),
-            "{error}"
-        );
+        let causes = ["unreachable", "unavailable", "denied", "authentication failed", "full"];
+        let is_explained = causes.iter().any(|cause| error.contains(cause));
+        assert!(output.status.success() || is_explained, "{verb:?}: {error}");
         output.status.success()
     }
 
@@ -478,13 +301,29 @@ impl System {
     pub(crate) async fn cause(&mut self, fault: Fault) {
         let (streams, sql) = (&self.streams, &self.sql);
         match fault {
-            Fault::RedisDown => streams.proxy().cut().unwrap(),
-            Fault::RedisStalls => streams.proxy().stall().unwrap(),
-            Fault::RedisSlow => streams.proxy().delay(DELAY).unwrap(),
-            Fault::RedisFull => streams.command(&["CONFIG", "SET", "maxmemory", "1mb"]),
+            Fault::RedisDown | Fault::ClusterDown => {
+                streams.proxies().iter().for_each(|proxy| proxy.cut().unwrap());
+            }
+            Fault::RedisStalls | Fault::ClusterStalls => {
+                streams.proxies().iter().for_each(|proxy| proxy.stall().unwrap());
+            }
+            Fault::RedisSlow | Fault::ClusterSlow => {
+                streams.proxies().iter().for_each(|proxy| proxy.delay(DELAY).unwrap());
+            }
+            Fault::RedisFull | Fault::ClusterFull => {
+                streams.command(&["CONFIG", "SET", "maxmemory", "1mb"]);
+            }
             // The primary does not exist.
             Fault::RedisReadOnly => streams.command(&["REPLICAOF", "127.0.0.1", "1"]),
-            Fault::RedisDenies | Fault::SentinelsDeny => streams.deny(),
+            Fault::ClusterReadOnly => {
+                streams.command(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
+            }
+            Fault::RedisDenies | Fault::ClusterDenies | Fault::SentinelsDeny => streams.deny(),
+            Fault::EmbeddedFull => {
+                streams.disk().unwrap().fill().unwrap();
+                // The last page of a file may have space.
+                while self.produce(&"fills the page ".repeat(64)).await {}
+            }
             // The replica first, so that it does not take over.
             Fault::ShardDown => streams.shard().iter().rev().for_each(|node| node.kill9().unwrap()),
             Fault::ShardHangs => {
@@ -539,12 +378,23 @@ impl System {
     pub(crate) async fn heal(&mut self, fault: Fault) {
         let (streams, sql) = (&self.streams, &self.sql);
         match fault {
-            Fault::RedisDown | Fault::RedisStalls | Fault::RedisSlow => {
-                streams.proxy().heal().unwrap();
+            Fault::RedisDown
+            | Fault::RedisStalls
+            | Fault::RedisSlow
+            | Fault::ClusterDown
+            | Fault::ClusterStalls
+            | Fault::ClusterSlow => {
+                streams.proxies().iter().for_each(|proxy| proxy.heal().unwrap());
             }
-            Fault::RedisFull => streams.command(&["CONFIG", "SET", "maxmemory", "0"]),
+            Fault::RedisFull | Fault::ClusterFull => {
+                streams.command(&["CONFIG", "SET", "maxmemory", "0"]);
+            }
             Fault::RedisReadOnly => streams.command(&["REPLICAOF", "NO", "ONE"]),
-            Fault::RedisDenies | Fault::SentinelsDeny => streams.allow(),
+            Fault::ClusterReadOnly => {
+                streams.command(&["CONFIG", "SET", "min-replicas-to-write", "0"]);
+            }
+            Fault::RedisDenies | Fault::ClusterDenies | Fault::SentinelsDeny => streams.allow(),
+            Fault::EmbeddedFull => streams.disk().unwrap().free().unwrap(),
             Fault::ShardDown => {
                 streams.shard().iter().for_each(|node| node.restart().unwrap());
                 streams.cluster().wait_until_ok(LIMIT).unwrap();
@@ -590,47 +440,8 @@ fn occupying(number: usize) -> String {
     format!("occupying-{number}.")
 }
 
-/// Adds the user as which the processes log in.
-fn add_user(server: &Redis) {
-    let user = ["ACL", "SETUSER", "app", "on", ">secret", "~*", "&*", "+@all"];
-    server.command(&user).unwrap().ok().unwrap();
-}
-
 /// Begins a transaction, which lasts as long as the connection.
 async fn begin(mut connection: SqliteConnection, statements: &'static str) -> SqliteConnection {
     sqlx::raw_sql(statements).execute(&mut connection).await.unwrap();
     connection
-}
-
-/// Adds a trigger, which does nothing yet, to every table. A transaction per table: with the locks of several tables it and a
-/// transaction of the worker could wait for each other, and PostgreSQL would cancel one.
-const ADD_TRIGGERS: &str = "
-    DO $$ DECLARE one regclass; BEGIN
-        FOR one IN SELECT oid FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace LOOP
-            EXECUTE format('CREATE TRIGGER disk_full BEFORE INSERT OR UPDATE ON %s EXECUTE FUNCTION disk_full()', one);
-            COMMIT;
-        END LOOP;
-    END $$";
-
-/// Makes writes succeed.
-const DISK_HAS_SPACE: &str = "
-    CREATE OR REPLACE FUNCTION disk_full() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NEW; END $$";
-
-/// Makes every write fail as PostgreSQL does when a table cannot be extended.
-const DISK_FULL: &str = "
-    CREATE OR REPLACE FUNCTION disk_full() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-        RAISE EXCEPTION 'could not extend file \"base/1/1\": No space left on device' USING ERRCODE = 'disk_full';
-    END $$";
-
-/// Creates the user `app`, who needs a password, and returns the URL for this user.
-fn require_password(database: &Database, url: &str) -> String {
-    for statement in [
-        "CREATE ROLE app LOGIN SUPERUSER PASSWORD 'secret'",
-        "COPY (SELECT unnest(ARRAY['host all app all scram-sha-256', 'host all all all trust'])) TO PROGRAM 'cat > pg_hba.conf'",
-        "SELECT pg_reload_conf()",
-    ] {
-        database.query(statement).unwrap();
-    }
-    let (_, address) = url.split_once('@').unwrap();
-    format!("postgres://app:secret@{address}")
 }

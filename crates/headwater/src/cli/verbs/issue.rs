@@ -128,7 +128,7 @@ impl IssueArgs {
             | IssueCommand::Why { .. }
             | IssueCommand::Timeline { .. } => Requirements::database(true),
             IssueCommand::Retry { .. } | IssueCommand::Release { .. } => {
-                Requirements::everything(false)
+                Requirements::database_and_nudges()
             }
         }
     }

@@ -177,7 +177,7 @@ impl TicketArgs {
             TicketCommand::New { .. }
             | TicketCommand::Reply { .. }
             | TicketCommand::Close { .. }
-            | TicketCommand::Reopen { .. } => Requirements::everything(false),
+            | TicketCommand::Reopen { .. } => Requirements::database_and_nudges(),
         }
     }
 
