@@ -67,8 +67,10 @@ pub struct OutboxFilter {
 pub struct EventLogFilter {
     /// Only event logs that are, or are not, processed.
     pub processed: Option<bool>,
-    /// Only event logs with a larger id: the last id of the previous page.
+    /// Only event logs after this one in the order of the list: the last id of the previous page.
     pub after: Option<EventLogId>,
+    /// The newest first instead of the oldest.
+    pub newest_first: bool,
 }
 
 /// Result of releasing an issue from quarantine.

@@ -215,14 +215,21 @@ impl<S: SqlStore> AdminStore for S {
         limit: usize,
     ) -> Result<Vec<EventLog>> {
         validate::page(limit)?;
-        let select = concat!(
-            "SELECT ",
-            event_log_columns!(),
-            " FROM event_logs e WHERE e.issue_id = $1 AND e.id > $2
-                  AND ($3::boolean IS NULL OR (e.processed_at IS NOT NULL) = $3)
-              ORDER BY e.id LIMIT $4"
-        );
-        let after = filter.after.map_or(i64::MIN, |after| after.0);
+        macro_rules! select {
+            ($after:literal, $order:literal) => {
+                concat!(
+                    "SELECT ",
+                    event_log_columns!(),
+                    " FROM event_logs e WHERE e.issue_id = $1 AND e.id ",
+                    $after,
+                    " $2 AND ($3::boolean IS NULL OR (e.processed_at IS NOT NULL) = $3) ORDER BY e.id ",
+                    $order,
+                    " LIMIT $4"
+                )
+            };
+        }
+        let select = if filter.newest_first { select!("<", "DESC") } else { select!(">", "ASC") };
+        let after = filter.after.map_or(first_id(filter.newest_first), |after| after.0);
         let parameters =
             [issue_id.0.into(), after.into(), filter.processed.into(), to_i64(limit).into()];
         list(self, "listing event logs", select, &parameters, read_event_log).await

@@ -72,11 +72,15 @@ impl ClaimRegistry {
         self.clock.now()
     }
 
+    /// Whether an issue is in flight. Its run is repeated then.
+    pub(crate) fn request_again(&self, issue_id: IssueId) -> bool {
+        request_again(&mut self.lock(), issue_id)
+    }
+
     /// Enters an issue; `None` if it is in flight already. Its run is repeated then.
     pub(crate) fn try_enter(self: &Arc<Self>, issue_id: IssueId) -> Option<IssueSlot> {
         let mut entries = self.lock();
-        if let Some(entry) = entries.get_mut(&issue_id) {
-            entry.requested_again = true;
+        if request_again(&mut entries, issue_id) {
             return None;
         }
         entries.insert(issue_id, RegistryEntry::default());
@@ -166,6 +170,11 @@ impl ClaimRegistry {
     fn lock(&self) -> MutexGuard<'_, HashMap<IssueId, RegistryEntry>> {
         self.entries.lock().expect("no code panics while it holds this lock")
     }
+}
+
+fn request_again(entries: &mut HashMap<IssueId, RegistryEntry>, issue_id: IssueId) -> bool {
+    let entry = entries.get_mut(&issue_id);
+    entry.map(|entry| entry.requested_again = true).is_some()
 }
 
 /// The right to run an issue within this process. Dropping it frees the slot.

@@ -65,6 +65,7 @@ mod local_queue;
 
 mod config;
 mod handler;
+mod lapsed_claims;
 mod worker;
 mod worker_heartbeat;
 

@@ -8,12 +8,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use headwater_stream::{
     Backend, Fields, GroupName, GroupStart, Retention, StreamError, StreamName,
 };
 use metrics::counter;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
+use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
@@ -40,8 +42,17 @@ const EVENT_LOG_ID: &str = "event_log_id";
 pub struct Nudger {
     sender: Arc<Sender>,
     queue: mpsc::Sender<Nudge>,
+    unsent: watch::Sender<Unsent>,
     /// The sweep sends the nudges that are still queued when it is aborted.
     _task: Arc<AbortOnDropHandle<()>>,
+}
+
+/// What was queued and not sent.
+#[derive(Debug, Default)]
+struct Unsent {
+    waiting: usize,
+    /// Why the last batch was lost.
+    lost: Option<StreamError>,
 }
 
 struct Sender {
@@ -79,14 +90,37 @@ impl Nudger {
         let sender = Sender { streams, stream, group, has_group, is_full, step_observer };
         let sender = Arc::new(sender);
         let (queue, receiver) = mpsc::channel(NUDGE_QUEUE_MAX);
-        let task = tokio::spawn(send_all(Arc::clone(&sender), receiver));
-        Self { sender, queue, _task: Arc::new(AbortOnDropHandle::new(task)) }
+        let unsent = watch::Sender::default();
+        let task = tokio::spawn(send_all(Arc::clone(&sender), receiver, unsent.clone()));
+        Self { sender, queue, unsent, _task: Arc::new(AbortOnDropHandle::new(task)) }
     }
 
     /// Queues a nudge for sending in the background. Dropped if the queue is full: the sweep will send it.
     pub fn enqueue(&self, nudge: Nudge) {
+        self.unsent.send_modify(|unsent| unsent.waiting += 1);
         if self.queue.try_send(nudge).is_err() {
+            self.unsent.send_modify(|unsent| unsent.waiting -= 1);
             counter!(NUDGES, "result" => "lost").increment(1);
+        }
+    }
+
+    /// Waits until nothing is queued, for at most this time. Fails if nudges were lost since the last call, or are queued still:
+    /// the next sweep sends them.
+    pub async fn flush(&self, limit: Duration) -> Result<(), StreamError> {
+        let mut unsent = self.unsent.subscribe();
+        let is_sent = timeout(limit, unsent.wait_for(|unsent| unsent.waiting == 0)).await.is_ok();
+        let mut lost = None;
+        self.unsent.send_if_modified(|unsent| {
+            lost = unsent.lost.take();
+            false
+        });
+        match lost {
+            Some(error) => Err(error),
+            None if is_sent => Ok(()),
+            None => {
+                let problem = format!("no reply within {limit:?}");
+                Err(StreamError::Unavailable { problem, source: None })
+            }
         }
     }
 
@@ -135,14 +169,24 @@ impl Nudger {
     }
 }
 
-async fn send_all(sender: Arc<Sender>, mut receiver: mpsc::Receiver<Nudge>) {
+async fn send_all(
+    sender: Arc<Sender>,
+    mut receiver: mpsc::Receiver<Nudge>,
+    unsent: watch::Sender<Unsent>,
+) {
     let mut batch = Vec::with_capacity(BATCH_MAX);
     while receiver.recv_many(&mut batch, BATCH_MAX).await > 0 {
+        let mut lost = None;
         if sender.is_full.load(Ordering::Relaxed) {
             counter!(NUDGES, "result" => "lost").increment(batch.len() as u64);
         } else if let Err(error) = sender.send(&batch).await {
             warn!(%error, count = batch.len(), "nudges were not sent, the sweep will send them again");
+            lost = Some(error);
         }
+        unsent.send_modify(|unsent| {
+            unsent.waiting -= batch.len();
+            unsent.lost = lost.or(unsent.lost.take());
+        });
         batch.clear();
     }
 }

@@ -6,8 +6,8 @@
 //! Guarantees, at whichever line the process dies:
 //! - No database transaction is open while a handler runs.
 //! - At most one run of an issue takes effect at a time: every effect presents the epoch of its claim.
-//! - The nudge is acknowledged last. Until then the database has the remaining work: the issue is idle, queued, or
-//!   claimed until an expiry time, and the sweep finds queued issues and expired claims.
+//! - The nudge is acknowledged last, unless the queue has given it up. Until the run has ended, the database has the
+//!   remaining work: the issue is queued, or claimed until an expiry time, and the sweep finds both.
 //! - Every task started by `run` ends before `run` returns, or when its future is dropped.
 //!
 //! Where this crate decides that a run or a reply is stale:
@@ -19,10 +19,11 @@
 //!   reply is stale.
 
 use std::fmt;
+use std::future::pending;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -31,7 +32,7 @@ use headwater_queue::{ConsumerConfig, Mode, Outcome, Queue};
 use headwater_stream::clock::{Clock, SystemClock};
 use metrics::{counter, histogram};
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
@@ -49,7 +50,7 @@ use crate::handler::{
     unavailable_delay,
 };
 use crate::issue::{EventLogId, IssueId};
-use crate::limits::BATCH_MAX;
+use crate::lapsed_claims::LapsedClaims;
 use crate::local_queue::DueQueue;
 use crate::metrics::{
     EVENTS_PER_ISSUE_BATCH, ISSUES_PROCESSED, ISSUES_PROCESSING_DURATION, count_nudge_without_run,
@@ -86,8 +87,7 @@ struct Inner {
     batcher: Batcher,
     claims: Arc<ClaimRegistry>,
     local_queue: DueQueue,
-    /// Claims to release when the database is available again; at most one per run that was in flight.
-    lapsed: Mutex<Vec<ClaimRelease>>,
+    lapsed: LapsedClaims,
     /// Permits to claim and finish runs; `handlers` are those of them to execute one.
     slots: Semaphore,
     handlers: Semaphore,
@@ -141,7 +141,7 @@ impl Worker {
             batcher: Batcher::new(&store, config.claim_options(), config.calls_max)?,
             claims: ClaimRegistry::new(Arc::clone(&store), config.claim_ttl),
             local_queue: DueQueue::default(),
-            lapsed: Mutex::default(),
+            lapsed: LapsedClaims::default(),
             slots: Semaphore::new(config.in_flight_max()),
             handlers: Semaphore::new(config.concurrency),
             has_run: AtomicBool::new(false),
@@ -183,7 +183,7 @@ impl Worker {
     /// has claimed it. A stopped worker sends a nudge instead, so that another worker processes the issue. Never fails:
     /// errors are stored on the issue, or the sweep finds it.
     pub async fn process_issue(&self, issue_id: IssueId) {
-        if self.inner.process_issue(issue_id).await == Outcome::Release {
+        if self.inner.process_issue(issue_id, pending()).await == Outcome::Release {
             // There is no stream entry to release, so send one; if that fails, the sweep finds the issue.
             let nudge = Nudge { issue_id, event_log_id: EventLogId::default() };
             let _ = self.inner.nudger.send(&[nudge]).await;
@@ -236,28 +236,36 @@ impl Worker {
     /// up their nudges because the stream backend is unreachable.
     async fn process_issues(&self, queue: &Queue, drain: &CancellationToken) {
         let in_flight_max = self.inner.config.in_flight_max();
-        let (sender, mut nudged) = mpsc::channel(in_flight_max);
+        let (sender, mut nudges) = mpsc::channel(in_flight_max);
+        let (mut nudged, mut local) = (JoinSet::new(), JoinSet::new());
         let mut consuming = pin!(self.consume_nudges(queue, drain, sender));
-        let mut runs = JoinSet::new();
         loop {
-            let takes_local = runs.len() < in_flight_max && !drain.is_cancelled();
-            let (issue_id, reply) = tokio::select! {
-                () = &mut consuming => break,
-                Some(_) = runs.join_next() => continue,
-                Some((issue_id, reply)) = nudged.recv() => (issue_id, Some(reply)),
-                issue_id = drain.run_until_cancelled(self.inner.local_queue.next()), if takes_local => {
-                    let Some(issue_id) = issue_id else { continue };
-                    (issue_id, None)
-                }
-            };
+            // A backlog of nudges leaves the local queue its share.
+            let takes_local = local.len() < in_flight_max && !drain.is_cancelled();
             let worker = self.clone();
-            runs.spawn(async move {
-                let Some(reply) = reply else { return worker.process_issue(issue_id).await };
-                // Nobody waits for the outcome if the queue gave the nudge up: it delivers it again.
-                let _ = reply.send(worker.inner.process_issue(issue_id).await);
-            });
+            tokio::select! {
+                () = &mut consuming => break,
+                Some(ended) = nudged.join_next() => report_panic(ended),
+                Some(ended) = local.join_next() => report_panic(ended),
+                Some((issue_id, mut reply)) = nudges.recv() => {
+                    nudged.spawn(async move {
+                        let outcome = worker.inner.process_issue(issue_id, reply.closed()).await;
+                        // Nobody waits for the outcome if the queue gave the nudge up: it delivers it again.
+                        let _ = reply.send(outcome);
+                    });
+                }
+                issue_id = drain.run_until_cancelled(self.inner.local_queue.next()), if takes_local => {
+                    if let Some(issue_id) = issue_id {
+                        local.spawn(async move { worker.process_issue(issue_id).await });
+                    }
+                }
+            }
         }
-        while runs.join_next().await.is_some() {}
+        for runs in [&mut nudged, &mut local] {
+            while let Some(ended) = runs.join_next().await {
+                report_panic(ended);
+            }
+        }
     }
 
     /// Consumes nudges until the drain begins, and returns when those in flight are acknowledged or released. An attempt
@@ -314,17 +322,30 @@ async fn renew_claims(inner: Arc<Inner>) {
             Ok(()) => {}
             Err(error) => warn!(%error, "claims were not renewed or checked, retrying"),
         }
-        if let Err(error) = inner.release_lapsed().await {
+        if let Err(error) = inner.lapsed.release(inner.store.as_ref(), &inner.local_queue).await {
             warn!(%error, "lapsed claims were not released, retrying");
         }
     }
 }
 
 impl Inner {
-    /// Runs an issue, and again if it was requested meanwhile. `Release` if the worker is stopping and has not
-    /// processed it.
-    async fn process_issue(&self, issue_id: IssueId) -> Outcome {
-        let Some(_permit) = self.permit().await else { return Outcome::Release };
+    /// Runs an issue, and again if it was requested meanwhile. `Release` if the worker stopped, or the request was given up,
+    /// before the run began.
+    async fn process_issue(
+        &self,
+        issue_id: IssueId,
+        given_up: impl Future<Output = ()>,
+    ) -> Outcome {
+        if self.claims.request_again(issue_id) {
+            return Outcome::Done;
+        }
+        let _permit = tokio::select! {
+            permit = self.permit() => match permit {
+                Some(permit) => permit,
+                None => return Outcome::Release,
+            },
+            () = given_up => return Outcome::Release,
+        };
         // If the issue is in flight, its run repeats after it ends, so this request is not lost.
         let mut entered = self.claims.try_enter(issue_id);
         while let Some(slot) = entered {
@@ -506,7 +527,7 @@ impl Inner {
             OnNewEvent::Supersede { times_max } if run.issue().superseded < times_max => {
                 run.newer_events().await;
             }
-            _ => std::future::pending().await,
+            _ => pending().await,
         }
     }
 }
@@ -523,7 +544,7 @@ impl Inner {
             RunOutcome::Stopped => self.release(run, ReleaseReason::Shutdown).await,
             RunOutcome::Lost => {
                 warn!(issue_id = %run.issue().id, epoch = %run.epoch(), "claim lost, run cancelled");
-                self.release_later(run);
+                self.lapsed.add(run);
                 ("fenced", FollowUp::Nothing)
             }
         }
@@ -636,49 +657,15 @@ impl Inner {
         }
     }
 
-    /// The database was unavailable until the claim expired. If the end of the run was not stored, `release_lapsed`
+    /// The database was unavailable until the claim expired. If the end of the run was not stored, `lapsed_claims`
     /// releases the claim, or the sweep requeues the issue.
     fn abandon(&self, run: &Run, error: &IssueError) -> (&'static str, FollowUp) {
         error!(
             issue_id = %run.issue().id, epoch = %run.epoch(), %error,
             "end of the run was not stored; the issue will be run again"
         );
-        self.release_later(run);
+        self.lapsed.add(run);
         ("error", FollowUp::Nothing)
-    }
-
-    /// Leaves the claim to `release_lapsed`, unless the database reported it as lost.
-    fn release_later(&self, run: &Run) {
-        if !run.claim.is_lost() {
-            let (issue_id, epoch, reason) = (run.issue().id, run.epoch(), ReleaseReason::Shutdown);
-            self.lapsed().push(ClaimRelease { issue_id, epoch, reason });
-        }
-    }
-
-    /// Releases claims whose runs ended while the database was unavailable. An expired claim counts as a crash of its
-    /// worker, and this worker did not crash. Claims of a call that fails stay for the next one.
-    async fn release_lapsed(&self) -> Result<()> {
-        loop {
-            let claims: Vec<ClaimRelease> = self.lapsed().iter().take(BATCH_MAX).copied().collect();
-            if claims.is_empty() {
-                return Ok(());
-            }
-            let released = self.store.release_claims(&claims).await?;
-            self.lapsed().drain(..claims.len());
-            for (claim, released) in claims.iter().zip(released) {
-                if let ClaimReleased::Requeued { .. } = released {
-                    info!(
-                        issue_id = %claim.issue_id, epoch = %claim.epoch,
-                        "claim released after the database was unavailable"
-                    );
-                    self.local_queue.add(claim.issue_id, Instant::now());
-                }
-            }
-        }
-    }
-
-    fn lapsed(&self) -> MutexGuard<'_, Vec<ClaimRelease>> {
-        self.lapsed.lock().expect("no code panics while it holds this lock")
     }
 }
 
@@ -691,6 +678,14 @@ fn handled(result: std::thread::Result<Result<Resolution, HandlerError>>) -> Run
             let text = panic_text(panic.as_ref());
             RunOutcome::Failed(HandlerError::retry(format!("the handler panicked: {text}")))
         }
+    }
+}
+
+/// A panic of a handler is a failure of its run; this one is a defect of the worker. The issue is processed again when its claim
+/// has expired.
+fn report_panic(ended: std::result::Result<(), JoinError>) {
+    if let Err(error) = ended {
+        error!(%error, "processing an issue failed");
     }
 }
 

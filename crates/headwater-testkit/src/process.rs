@@ -132,8 +132,10 @@ impl Process {
     pub(crate) fn kill9(&self) -> Result<()> {
         let mut running = lock(&self.running);
         let Some(mut child) = running.take() else { return Ok(()) };
+        // Stopped first: it must not fork while its forks are listed. Not yet waited for, so the process id cannot have been reused.
+        signal(child.id(), Signal::STOP);
+        wait_until("the server to be stopped", SERVER_LIMIT, || is_stopped(child.id()))?;
         let forks = forks_of(child.id());
-        // Not yet waited for, so the process id cannot have been reused.
         signal(child.id(), Signal::KILL);
         forks.iter().for_each(|pid| signal(*pid, Signal::KILL));
         child.wait()?;

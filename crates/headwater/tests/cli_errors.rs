@@ -317,6 +317,22 @@ fn an_unreachable_server_is_exit_code_3_within_the_deadline_of_every_command() {
 }
 
 #[test]
+fn a_ticket_is_stored_while_redis_is_unreachable_and_the_user_is_told() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let dir = ServerDir::new().unwrap();
+    let streams = format!("redis://127.0.0.1:{port}");
+    let to = ["--stream-url", &streams, "--database-url", "sqlite:headwater.db"];
+    let new = ["ticket", "new", "--title", "Wi-Fi", "--content", "It is slow.", "--user", "ada"];
+    let output = dir.run(&[&new[..], &to].concat()).unwrap();
+    let message = text(&output.stderr);
+    assert!(output.status.success(), "{message}");
+    assert!(message.contains("the workers were not notified"), "{message}");
+    let output = dir.run(&[&["ticket", "list"][..], &to].concat()).unwrap();
+    assert!(text(&output.stdout).contains("Wi-Fi"), "{output:?}");
+    assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
 fn an_invalid_id_is_explained() {
     let dir = ServerDir::new().unwrap();
     for (words, hint) in [

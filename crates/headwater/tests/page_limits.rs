@@ -29,25 +29,32 @@ async fn a_page_of_large_events_is_short_and_says_where_the_next_begins(
         assert_eq!(status, 200, "{sent}");
         issue = sent["issue_id"].clone();
     }
-    let mut seen = Vec::new();
-    let (mut cursor, mut pages) = (String::new(), 0);
-    loop {
-        let path = format!("/api/v1/issues/{issue}/events?limit=500{cursor}");
-        let bytes = server.client.get(server.url(&path)).send().await?.bytes().await?;
-        assert!(bytes.len() < PAGE_MAX, "{} bytes", bytes.len());
-        let page: Value = serde_json::from_slice(&bytes)?;
-        for event in page["events"].as_array().context("events")? {
-            assert_eq!(event["payload"]["padding"].as_str().map(str::len), Some(BYTES));
-            seen.push(event["payload"]["number_of_this"].as_u64().context("a number")?);
+    for newest_first in [false, true] {
+        let mut seen = Vec::new();
+        let (mut cursor, mut pages) = (String::new(), 0);
+        loop {
+            let path = format!(
+                "/api/v1/issues/{issue}/events?limit=500&newest_first={newest_first}{cursor}"
+            );
+            let bytes = server.client.get(server.url(&path)).send().await?.bytes().await?;
+            assert!(bytes.len() < PAGE_MAX, "{} bytes", bytes.len());
+            let page: Value = serde_json::from_slice(&bytes)?;
+            for event in page["events"].as_array().context("events")? {
+                assert_eq!(event["payload"]["padding"].as_str().map(str::len), Some(BYTES));
+                seen.push(event["payload"]["number_of_this"].as_u64().context("a number")?);
+            }
+            pages += 1;
+            match page["next_cursor"].as_i64() {
+                Some(next) => cursor = format!("&cursor={next}"),
+                None => break,
+            }
         }
-        pages += 1;
-        match page["next_cursor"].as_i64() {
-            Some(next) => cursor = format!("&cursor={next}"),
-            None => break,
+        if newest_first {
+            seen.reverse();
         }
+        assert_eq!(seen, (0..EVENTS as u64).collect::<Vec<_>>());
+        assert!(pages >= 2, "{pages} pages");
     }
-    assert_eq!(seen, (0..EVENTS as u64).collect::<Vec<_>>());
-    assert!(pages >= 2, "{pages} pages");
     Ok(())
 }
 

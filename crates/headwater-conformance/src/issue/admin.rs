@@ -111,12 +111,17 @@ pub async fn event_logs_are_listed_by_whether_they_are_processed(env: StoreTestE
     let claimed = env.claim(first.issue_id).await?;
     env.complete(completion(&claimed)).await?;
     let second = env.record("1", "b").await?;
-    let list = async |processed, after| -> TestResult<Vec<_>> {
-        let filter = EventLogFilter { processed, after };
+    let list_in = async |newest_first, processed, after| -> TestResult<Vec<_>> {
+        let filter = EventLogFilter { processed, after, newest_first };
         let logs = env.store.event_logs(first.issue_id, &filter, 10).await?;
         Ok(logs.iter().map(|log| log.id).collect())
     };
+    let list = |processed, after| list_in(false, processed, after);
     assert_eq!(list(None, None).await?, [first.event_log_id, second.event_log_id]);
+    assert_eq!(list_in(true, None, None).await?, [second.event_log_id, first.event_log_id]);
+    assert_eq!(list_in(true, Some(true), None).await?, [first.event_log_id]);
+    assert_eq!(list_in(true, None, Some(second.event_log_id)).await?, [first.event_log_id]);
+    assert_eq!(list_in(true, None, Some(first.event_log_id)).await?, []);
     assert_eq!(list(Some(true), None).await?, [first.event_log_id]);
     assert_eq!(list(Some(false), None).await?, [second.event_log_id]);
     assert_eq!(list(None, Some(first.event_log_id)).await?, [second.event_log_id]);

@@ -23,7 +23,7 @@ pub async fn a_completed_run_leaves_its_issue_idle(env: StoreTestEnv) -> TestRes
     assert_eq!((after.status, after.pending_events), (ProcessingStatus::Idle, 0));
     assert_eq!((after.claim_owner, after.claim_expires_at), (None, None));
     assert!(after.last_processed_at.is_some());
-    let processed = EventLogFilter { processed: Some(true), after: None };
+    let processed = EventLogFilter { processed: Some(true), ..Default::default() };
     assert_eq!(env.store.event_logs(issue, &processed, 10).await?.len(), 1);
     env.assert_consistent().await
 }

@@ -128,7 +128,7 @@ pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response
         before => format!("cursor={}", encoded(before)),
     };
     let (why_path, events_path) =
-        (format!("{path}/why"), format!("{path}/events?limit={EVENTS}&{cursor}"));
+        (format!("{path}/why"), format!("{path}/events?newest_first=true&limit={EVENTS}&{cursor}"));
     let (issue, why, events, runs) = tokio::join!(
         screen.api.get(&path),
         screen.api.get(&why_path),
@@ -165,7 +165,7 @@ pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response
     screen.page(ScreenContent {
         title: format!("Issue {}", plain(&issue["id"])),
         path: vec![("Issues".to_owned(), "/console/issues".to_owned())],
-        command: format!("headwater issue show {}", plain(&issue["id"])),
+        command: format!("headwater issue show {} --newest-first", plain(&issue["id"])),
         content,
     })
 }

@@ -30,7 +30,6 @@ use crate::config::Mode;
 use crate::group::rebalance_listener::FencedSignal;
 use crate::pagination::previous;
 
-const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// Backoff between attempts of a settle call.
 const BACKOFF: Backoff = Backoff::doubling(Duration::from_millis(20), Duration::from_secs(2));
 
@@ -134,12 +133,13 @@ impl PartitionContext {
 
     /// Observes the data epoch before anything is in flight. Returns when it did, or never will.
     pub(super) async fn observe_data_epoch(&self) {
+        let mut retry = BACKOFF.timer();
         while let Err(error) = self.data_epoch.observe(self.subscription.backend.as_ref()).await {
             if !error.is_transient() {
                 return warn!(stream = %self.policy.stream, %error, "cannot observe the data epoch; data loss of the server will not be detected");
             }
-            warn!(stream = %self.policy.stream, %error, "reclaiming pending entries failed, retrying");
-            tokio::time::sleep(RETRY_PAUSE).await;
+            warn!(stream = %self.policy.stream, %error, "cannot observe the data epoch, retrying");
+            retry.wait().await;
         }
     }
 
@@ -416,7 +416,7 @@ impl PartitionContext {
         id: EntryId,
         deliveries: u64,
     ) -> Result<Option<u64>, StreamError> {
-        let mut may_be_counted = false;
+        let (mut may_be_counted, mut retry) = (false, BACKOFF.timer());
         loop {
             match self.try_count_delivery(id, deliveries, may_be_counted).await {
                 Ok(counted) => return Ok(counted),
@@ -425,7 +425,7 @@ impl PartitionContext {
                 Err(error) => {
                     warn!(stream = %self.policy.stream, entry_id = %id, %error, "the next attempt is delayed: counting the delivery failed, retrying");
                     may_be_counted = true;
-                    tokio::time::sleep(RETRY_PAUSE).await;
+                    retry.wait().await;
                 }
             }
         }
@@ -481,6 +481,7 @@ impl PartitionContext {
 
     /// Reads entries again. Retried until it succeeds.
     pub(super) async fn reload(&self, ids: Vec<EntryId>) -> Vec<(EntryId, Option<Fields>)> {
+        let mut retry = BACKOFF.timer();
         loop {
             let reads = ids.iter().map(|id| {
                 let range = Range { from: *id, to: *id, ..Range::first(1) };
@@ -496,7 +497,7 @@ impl PartitionContext {
                 }
                 Err(error) => {
                     warn!(stream = %self.policy.stream, %error, "reading unblocked messages failed, retrying");
-                    tokio::time::sleep(RETRY_PAUSE).await;
+                    retry.wait().await;
                 }
             }
         }

@@ -19,8 +19,7 @@ use super::partition_state::{
 };
 use super::pull::lease_of;
 
-/// How often a reclaim that must succeed is retried. Without randomness: the state machine has no source of it, and the partitions
-/// do not fail at the same moment.
+/// How often a reclaim that must succeed is retried. Without randomness: the state machine has no source of it.
 const RETRY: Backoff = Backoff::doubling(Duration::from_millis(100), Duration::from_secs(1));
 /// How often a stream that was deleted or replaced is checked: a producer may create it again.
 const STREAM_CHECK_EVERY: Duration = Duration::from_millis(500);
@@ -116,7 +115,7 @@ struct RunningReclaim {
     rows: VecDeque<PendingDelivery>,
     /// Until when a suspect entry waits for running handlers.
     alone_until: Option<Instant>,
-    /// How often it failed.
+    /// How often it failed since entries were reclaimed.
     failures: u32,
 }
 
@@ -292,6 +291,7 @@ impl PartitionState {
         }
         if let Some(running) = &mut self.reclaims.running {
             running.step = ReclaimStep::Reclaim;
+            running.failures = 0;
             if !entries.is_empty() && !matches!(running.scope, ReclaimScope::Unseen(_)) {
                 self.report(PartitionReport::Reclaimed(entries.len()));
             }

@@ -219,6 +219,9 @@ impl From<IssueUsage> for UsageDto {
 struct IssueEventsQuery {
     /// Only those that are, or are not, processed.
     processed: Option<bool>,
+    /// The newest first.
+    #[serde(default)]
+    newest_first: bool,
     /// `next_cursor` of the previous page.
     cursor: Option<i64>,
     /// Maximum number: 50 by default, 500 at most. Large events shorten a page.
@@ -233,7 +236,7 @@ pub(crate) struct IssueEventPage {
     next_cursor: Option<i64>,
 }
 
-/// List the events of an issue, oldest first.
+/// List the events of an issue, oldest first, or newest first with `newest_first=true`.
 #[utoipa::path(get, path = "/issues/{id}/events", tag = "issues", params(("id" = i64, Path), IssueEventsQuery),
     responses((status = 200, body = IssueEventPage), (status = 404)))]
 async fn events(
@@ -243,9 +246,10 @@ async fn events(
 ) -> JsonResult<IssueEventPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     app.store.issue(IssueId(id)).await?.ok_or_else(|| not_found(id))?;
-    let (processed, from) = (query.processed, query.cursor.map(EventLogId));
+    let IssueEventsQuery { processed, newest_first, .. } = query;
+    let from = query.cursor.map(EventLogId);
     let read = |last: Option<EventLogId>, count| {
-        let filter = EventLogFilter { processed, after: last.or(from) };
+        let filter = EventLogFilter { processed, after: last.or(from), newest_first };
         let store = Arc::clone(&app.store);
         async move { store.event_logs(IssueId(id), &filter, count).await }
     };
@@ -268,7 +272,7 @@ async fn original(
     PathParams((id, event)): PathParams<(i64, i64)>,
 ) -> Result<impl IntoResponse, ApiError> {
     let filter =
-        EventLogFilter { processed: None, after: Some(EventLogId(event.saturating_sub(1))) };
+        EventLogFilter { after: Some(EventLogId(event.saturating_sub(1))), ..Default::default() };
     let found = app.store.event_logs(IssueId(id), &filter, 1).await?.pop();
     let found = found
         .filter(|found| found.id == EventLogId(event))

@@ -163,11 +163,12 @@ impl ApiClient {
     pub(super) async fn all_pages(
         &self,
         path: &str,
+        query: &[(&str, String)],
         field: &str,
         limit: usize,
     ) -> Result<Value, CliError> {
         let mut found = Vec::new();
-        let reading = self.pages(path, &[], field, limit, |item| found.push(item));
+        let reading = self.pages(path, query, field, limit, |item| found.push(item));
         progress::waiting(format!("reading {field}"), reading).await?;
         Ok(Value::Array(found))
     }

@@ -89,7 +89,7 @@ pub(super) const VERBS: &[VerbHelp] = &[
     verb("loop worker", LOOP_WORKER, &["loop worker agents --exec ./answer"]),
     verb("loop submit", STREAMS, &["loop submit agents --request '{\"question\": \"Why?\"}'"]),
     verb("issue list", DATABASE, &["issue list --status quarantined", "issue list --error timeout"]),
-    verb("issue show", DATABASE, &["issue show 7"]),
+    verb("issue show", DATABASE, &["issue show 7", "issue show 7 --newest-first"]),
     verb("issue event", DATABASE, &["issue event 12", "issue event 12 --original"]),
     verb("issue why", DATABASE, &["issue why 7"]),
     verb("issue timeline", DATABASE, &["issue timeline 7", "issue timeline 7 --json"]),

@@ -22,6 +22,7 @@ use utoipa_axum::router::OpenApiRouter;
 use crate::api::tickets_sse::SseListeners;
 use crate::api::{self, Operations};
 use crate::cli::local_audit::{self, LocalAuditLog};
+use crate::cli::output;
 use crate::config::{BusSettings, Settings};
 use crate::desk::build;
 use crate::desk::provisional::ProvisionalAnswers;
@@ -34,10 +35,14 @@ use crate::server::app_state::{App, AppState};
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 use crate::telemetry::history::MetricsHistory;
+use crate::text::with_causes;
 use crate::tickets::Tickets;
 
 /// How long a command retries unreachable servers; `serve` waits longer.
 const SERVERS_MAX: Duration = Duration::from_secs(5);
+
+/// How long a command waits until the workers are notified of its changes.
+const NUDGES_MAX: Duration = Duration::from_secs(2);
 
 /// Empty in-memory backends, for commands that need none or whose data does not exist.
 const NO_STREAMS: &str = "embedded:memory";
@@ -163,6 +168,11 @@ impl InProcessApi {
         operations.close().await;
         // A cancelled import removes its entries.
         if let Some(app) = app {
+            if let Err(error) = app.nudger.flush(NUDGES_MAX).await {
+                let text =
+                    "the workers were not notified, the next sweep of a server finds the change";
+                output::note(&format!("{text}: {}", with_causes(&error)));
+            }
             app.shutdown.trigger();
             app.background_jobs.close().await;
             app.provisional.close().await;
@@ -251,7 +261,7 @@ pub(super) fn require_given_database(settings: &Settings) -> Result<(), CliError
 /// Uses an empty backend instead of creating missing data.
 fn use_empty_backend(what: &str, missing: Option<String>, url: &mut SecretString, nothing: &str) {
     if let Some(path) = missing {
-        eprintln!("headwater: no {what} at `{path}` yet; `headwater serve` creates it");
+        output::note(&format!("no {what} at `{path}` yet; `headwater serve` creates it"));
         *url = nothing.into();
     }
 }

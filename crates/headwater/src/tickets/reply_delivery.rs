@@ -180,7 +180,7 @@ async fn is_superseded(
     reply: &DeskReply,
 ) -> Result<bool, DeliverError> {
     let Some(up_to) = reply.up_to else { return Ok(false) };
-    let filter = EventLogFilter { processed: None, after: Some(EventLogId(up_to)) };
+    let filter = EventLogFilter { after: Some(EventLogId(up_to)), ..Default::default() };
     let newer = store.event_logs(row.issue_id, &filter, 1).await;
     Ok(!newer.map_err(|error| DeliverError::Unavailable(error.to_string()))?.is_empty())
 }

@@ -1,4 +1,4 @@
-//! Details of single objects: a long conversation, the file of a session, a message as it was sent, and one that is gone.
+//! Details of single objects: a long conversation, an issue with many events, the file of a session, a message as it was sent, and one that is gone.
 
 use anyhow::{Context, Result, ensure};
 use headwater_testkit::BrowserScripts;
@@ -38,6 +38,19 @@ async fn long_conversations_files_of_sessions_and_messages_that_are_gone() -> Re
     ensure!(status == 400, "{both}");
     let (_, none) = server.get(&format!("{path}?before=1")).await?;
     ensure!(none == json!({"messages": [], "next_cursor": null}), "{none}");
+
+    // An issue with more events than a page has: the newest ones first.
+    let insert = format!(
+        "INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest, payload, payload_bytes, processed_at)
+         SELECT id, integration_id, 'console', 'event number ' || n, 'event-' || n, '', '{{}}', 2, now()
+         FROM issues, generate_series(1, 21) AS n WHERE id = {}",
+        data.quarantined
+    );
+    fixture.database.query(&insert)?;
+    let shown = reader.open(&format!("/console/issues/{}", data.quarantined)).await?;
+    ensure!(shown.contains("event number 21") && !shown.contains("event number 1 "), "{shown}");
+    reader.click("Next page").await?;
+    reader.until_shown("event number 1 ").await?;
 
     // A session as a file, which can be imported again.
     reader.open(&format!("/console/sessions/{}", data.session)).await?;

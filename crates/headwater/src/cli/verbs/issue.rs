@@ -55,6 +55,9 @@ enum IssueCommand {
         /// Maximum number of events.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         events: usize,
+        /// The newest events first.
+        #[arg(long)]
+        newest_first: bool,
     },
     /// Show one event by its id.
     Event {
@@ -176,10 +179,12 @@ impl IssueArgs {
                     )
                     .await
             }
-            IssueCommand::Show { id, events } => {
+            IssueCommand::Show { id, events, newest_first } => {
                 let mut issue = client.get(&path(*id), &[]).await?;
                 let of = format!("{}/events", path(*id));
-                issue["events"] = client.all_pages(&of, "events", *events).await?;
+                let query: &[_] =
+                    if *newest_first { &[("newest_first", "true".to_owned())] } else { &[] };
+                issue["events"] = client.all_pages(&of, query, "events", *events).await?;
                 output::object(style, &issue)
             }
             IssueCommand::Event { id, original: false } => {

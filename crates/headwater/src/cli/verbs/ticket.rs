@@ -225,8 +225,8 @@ impl TicketArgs {
             TicketCommand::Show { id, messages } => {
                 let path = path(client, id).await?;
                 let mut ticket = client.get(&path, &[]).await?;
-                let messages =
-                    client.all_pages(&format!("{path}/messages"), "messages", *messages).await?;
+                let of = format!("{path}/messages");
+                let messages = client.all_pages(&of, &[], "messages", *messages).await?;
                 if let Some(fields) = ticket.as_object_mut() {
                     fields.remove("next_cursor");
                 }
