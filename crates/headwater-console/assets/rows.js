@@ -186,6 +186,6 @@ class RowList {
 /** Makes the list of a page grow while the reader scrolls. */
 export const growRows = () => {
   const pager = document.querySelector(PAGER);
-  const table = pager && nextOf(pager) && tableBefore(pager);
+  const table = nextOf(pager) ? tableBefore(pager) : null;
   if (table?.tBodies[0]) new RowList(pager, table);
 };
