@@ -4,7 +4,9 @@
 //! `tickets` keeps it in SQL, shared by all processes.
 //! Guarantees: reserved plus used tokens never exceed a limit, however many runs reserve concurrently. A reservation
 //! counts in full until it is settled or expires. An expired reservation (its process died) counts as its prompt
-//! tokens, because the model may have read the prompt.
+//! tokens, because the model may have read the prompt. The next run of its issue lets it expire soon, so that a dead process does
+//! not keep the budget of others. If the process only stood still, and calls its model for longer than that, its output tokens
+//! are not counted.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -19,6 +21,10 @@ const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
 /// A reservation that is not settled within 2 h expires. Longer than the longest allowed model call.
 pub(crate) const RESERVATION_TTL: Duration = Duration::from_secs(2 * 60 * 60);
+
+/// How long a reservation still counts in full after the next run of its issue has reserved. Enough to settle it, also if the
+/// database was away for a moment.
+pub(crate) const LAPSED_RESERVATION_TTL: Duration = Duration::from_secs(2 * 60);
 
 /// Token limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

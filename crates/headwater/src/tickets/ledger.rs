@@ -10,8 +10,8 @@ use metrics::gauge;
 use tracing::debug;
 
 use crate::desk::budget::{
-    self, BudgetUsage, Ledger, ModelRun, RESERVATION_TTL, ReserveDecision, TokenBudget,
-    TokenReservation,
+    self, BudgetUsage, LAPSED_RESERVATION_TTL, Ledger, ModelRun, RESERVATION_TTL, ReserveDecision,
+    TokenBudget, TokenReservation,
 };
 use crate::tickets::sql::statements::{self, ReservationRow, to_ms};
 use crate::tickets::store::{Tickets, now};
@@ -63,14 +63,19 @@ impl Tickets {
         let row = reservation_row(reservation, now());
         let decide = |usage: [BudgetUsage; 4]| budget::decide(usage, reservation.tokens, budget);
         let mut transaction = self.store.begin().await?;
+        // An issue has one run at a time: what it has reserved before belongs to a run that has ended.
+        let lapsed_at = to_ms(now().after(LAPSED_RESERVATION_TTL));
+        statements::lapse_reservations(transaction.connection(), &row, lapsed_at).await?;
         let before = statements::token_usage(transaction.connection(), &row, to_ms(now())).await?;
         note_budget(reservation, budget, before);
         let reserved = decide(before);
+        if reserved == ReserveDecision::Granted {
+            statements::insert_reservation(transaction.connection(), &row).await?;
+        }
+        transaction.commit().await?;
         if reserved != ReserveDecision::Granted {
             return Ok(reserved);
         }
-        statements::insert_reservation(transaction.connection(), &row).await?;
-        transaction.commit().await?;
         // Concurrent reservations may have been committed; this read sees all that were committed before it.
         let after = self
             .read(async |connection| statements::token_usage(connection, &row, to_ms(now())).await)

@@ -172,6 +172,28 @@ pub(crate) async fn an_unsettled_reservation_expires_and_counts_as_its_prompt(fi
     assert_eq!(tokens_of_day(&fixture, 7).await, 600);
 }
 
+pub(crate) async fn the_next_run_of_an_issue_lets_what_a_dead_one_has_reserved_expire_soon(
+    fixture: Fixture,
+) {
+    let budget =
+        TokenBudget { day_tokens_max: 2000, user_tokens_max: 2000, ..TokenBudget::default() };
+    let (dead, running) = (reservation(1, 7, 1000), reservation(2, 7, 1000));
+    for one in [&dead, &running] {
+        let decision = fixture.tickets.reserve(one, &budget).await.unwrap();
+        assert_eq!(decision, ReserveDecision::Granted);
+    }
+    let next = reservation(1, 7, 500);
+    assert_eq!(fixture.tickets.reserve(&next, &budget).await.unwrap(), ReserveDecision::Pending);
+    // Two minutes later.
+    execute(&fixture, "UPDATE desk_reservations SET expires_at = expires_at - 120000").await;
+    assert_eq!(fixture.tickets.reserve(&next, &budget).await.unwrap(), ReserveDecision::Granted);
+    fixture.tickets.maintain().await.unwrap();
+    // The prompt of the dead run, and the others in full.
+    assert_eq!(tokens_of_day(&fixture, 7).await, 500 + 1000 + 500);
+    fixture.tickets.settle(&running, 300).await.unwrap();
+    assert_eq!(tokens_of_day(&fixture, 7).await, 500 + 300 + 500);
+}
+
 const AGGREGATED: &str = "SELECT tokens FROM desk_usage WHERE scope = 'day:000007:desk'";
 
 /// Tokens counted against a day.

@@ -35,6 +35,7 @@ use crate::ledger::{
     a_spent_budget_of_an_integration_or_an_author_stops_no_other,
     an_unsettled_reservation_expires_and_counts_as_its_prompt,
     concurrent_reservations_never_exceed_a_budget,
+    the_next_run_of_an_issue_lets_what_a_dead_one_has_reserved_expire_soon,
 };
 use crate::search::{
     a_list_is_searched_within_its_filter, a_search_finds_words_only_in_tickets_of_the_same_user,
@@ -123,6 +124,7 @@ suite!(
     a_spent_budget_of_an_integration_or_an_author_stops_no_other,
     a_reservation_is_settled_once_despite_repeated_or_late_calls,
     an_unsettled_reservation_expires_and_counts_as_its_prompt,
+    the_next_run_of_an_issue_lets_what_a_dead_one_has_reserved_expire_soon,
     a_search_finds_words_only_in_tickets_of_the_same_user,
     a_list_is_searched_within_its_filter,
     a_search_of_a_list_continues_where_its_page_ended,

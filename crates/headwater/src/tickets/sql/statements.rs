@@ -489,6 +489,18 @@ pub(crate) async fn insert_reservation(
     execute(connection, "insert_reservation", insert, &parameters).await
 }
 
+/// The other reservations of the issue that are not settled expire at this time at the latest.
+pub(crate) async fn lapse_reservations(
+    connection: StoreConnection<'_>,
+    row: &ReservationRow,
+    at: i64,
+) -> Result<(), TicketError> {
+    let update = "UPDATE desk_reservations SET expires_at = $3
+         WHERE issue_id = $1 AND id <> $2 AND NOT rolled_up AND settled_at IS NULL AND expires_at > $3";
+    let parameters = [row.issue_id.into(), (&row.id).into(), at.into()];
+    execute(connection, "lapse_reservations", update, &parameters).await
+}
+
 pub(crate) async fn remove_reservation(
     connection: StoreConnection<'_>,
     row: &ReservationRow,
