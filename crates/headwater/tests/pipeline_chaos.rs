@@ -41,6 +41,9 @@ const ISSUES: u64 = 40;
 /// expire.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(240);
 
+/// More than all runs use.
+const TOKENS_MAX: &str = "1000000000";
+
 fn amount(variable: &str, default: u64) -> u64 {
     std::env::var(variable).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
 }
@@ -363,6 +366,13 @@ async fn every_confirmed_event_is_answered_exactly_once_despite_faults() -> Resu
         "10s",
         "--worker-attempts",
         "1000",
+        // One author sends half of all events: in a long run, more than an author may use in a day.
+        "--desk-user-tokens-max",
+        TOKENS_MAX,
+        "--desk-strangers-tokens-max",
+        TOKENS_MAX,
+        "--desk-day-tokens-max",
+        TOKENS_MAX,
         "--sweep-every",
         "1s",
         "--issue-quiet",

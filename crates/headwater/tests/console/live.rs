@@ -38,7 +38,9 @@ async fn changes_appear_without_a_reload_and_open_details_and_typed_text_stay() 
     // An issue: opened details stay open.
     let issue = ticket["issue_id"].as_i64().unwrap_or_default();
     reader.open(&format!("/console/issues/{issue}")).await?;
-    reader.find("[data-live=events] details.item summary").await?.click().await?;
+    let opened = reader.find("[data-live=events] details.item summary").await?;
+    let event = opened.text().await?;
+    opened.click().await?;
     server
         .post(&format!("/api/v1/tickets/{id}/messages"), &json!({"content": "A third one."}))
         .await?;
@@ -47,10 +49,11 @@ async fn changes_appear_without_a_reload_and_open_details_and_typed_text_stay() 
         ensure!(std::time::Instant::now() < deadline, "the third event is not shown");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    ensure!(
-        reader.find("[data-live=events] details.item").await?.attribute("open").await?.is_some(),
-        "the details were closed"
-    );
+    // The newest event comes first.
+    let open = reader.find("[data-live=events] details.item[open] summary").await?.text().await?;
+    let first = reader.find("[data-live=events] details.item summary").await?.text().await?;
+    let of = |summary: &str| summary.split_whitespace().next().map(str::to_owned);
+    ensure!(of(&open) == of(&event) && of(&first) != of(&event), "{event}, {open}, {first}");
 
     // Keys: pause, and go.
     reader.find("main").await?.send_keys("p").await?;
