@@ -1,7 +1,7 @@
 //! Handles nudges: hands their issues to the worker of this process and waits for the outcome.
 //!
 //! Upstream: `headwater-queue`, which acknowledges or releases the entry of a nudge. Downstream: `worker`, whose task the run
-//! is. Guarantees: when the queue gives a nudge up, its run continues.
+//! is. Guarantees: when the queue aborts the handler of a nudge, the run continues.
 
 use std::sync::Arc;
 

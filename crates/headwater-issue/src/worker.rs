@@ -6,7 +6,7 @@
 //! Guarantees, at whichever line the process dies:
 //! - No database transaction is open while a handler runs.
 //! - At most one run of an issue takes effect at a time: every effect presents the epoch of its claim.
-//! - The nudge is acknowledged last, unless the queue has given it up. Until the run has ended, the database has the
+//! - The nudge is acknowledged last, unless the queue has aborted its handler. Until the run has ended, the database has the
 //!   remaining work: the issue is queued, or claimed until an expiry time, and the sweep finds both.
 //! - Every task started by `run` ends before `run` returns, or when its future is dropped.
 //!
@@ -250,7 +250,7 @@ impl Worker {
                 Some((issue_id, mut reply)) = nudges.recv() => {
                     nudged.spawn(async move {
                         let outcome = worker.inner.process_issue(issue_id, reply.closed()).await;
-                        // Nobody waits for the outcome if the queue gave the nudge up: it delivers it again.
+                        // Nobody waits for the outcome if the queue aborted the handler: it delivers the nudge again.
                         let _ = reply.send(outcome);
                     });
                 }
@@ -329,12 +329,12 @@ async fn renew_claims(inner: Arc<Inner>) {
 }
 
 impl Inner {
-    /// Runs an issue, and again if it was requested meanwhile. `Release` if the worker stopped, or the request was given up,
+    /// Runs an issue, and again if it was requested meanwhile. `Release` if the worker stopped, or the request was cancelled,
     /// before the run began.
     async fn process_issue(
         &self,
         issue_id: IssueId,
-        given_up: impl Future<Output = ()>,
+        cancelled: impl Future<Output = ()>,
     ) -> Outcome {
         if self.claims.request_again(issue_id) {
             return Outcome::Done;
@@ -344,7 +344,7 @@ impl Inner {
                 Some(permit) => permit,
                 None => return Outcome::Release,
             },
-            () = given_up => return Outcome::Release,
+            () = cancelled => return Outcome::Release,
         };
         // If the issue is in flight, its run repeats after it ends, so this request is not lost.
         let mut entered = self.claims.try_enter(issue_id);

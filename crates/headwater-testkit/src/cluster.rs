@@ -133,8 +133,8 @@ impl Cluster {
         })
     }
 
-    /// Starts a proxy of every node, in the order of [`Cluster::nodes`], and lets the nodes tell clients its port instead
-    /// of theirs. Afterwards no node is found by slot.
+    /// Starts a proxy of every node, in the order of [`Cluster::nodes`], and makes the nodes announce its port to clients
+    /// instead of theirs. Afterwards no node is found by slot.
     pub fn start_proxies(&self) -> Result<Vec<Proxy>> {
         let start = |node: &Redis| {
             let proxy = Proxy::start(node.addr())?;
@@ -145,11 +145,11 @@ impl Cluster {
         let proxies = self.nodes.iter().map(start).collect::<Result<Vec<_>>>()?;
         let announced: BTreeSet<i64> =
             proxies.iter().map(|proxy| proxy.addr().port().into()).collect();
-        wait_until("all nodes to tell the ports of the proxies", FORM_LIMIT, || {
+        wait_until("all nodes to announce the ports of the proxies", FORM_LIMIT, || {
             self.nodes.iter().all(|node| {
                 node.command(&["CLUSTER", "SLOTS"]).is_ok_and(|slots| {
-                    let told = ranges(&slots).into_iter().flat_map(|range| range.ports);
-                    told.collect::<BTreeSet<i64>>() == announced
+                    let ports = ranges(&slots).into_iter().flat_map(|range| range.ports);
+                    ports.collect::<BTreeSet<i64>>() == announced
                 })
             })
         })?;

@@ -23,7 +23,7 @@ const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 pub(crate) const RESERVATION_TTL: Duration = Duration::from_secs(2 * 60 * 60);
 
 /// How long a reservation still counts in full after the next run of its issue has reserved. Enough to settle it, also if the
-/// database was away for a moment.
+/// database was unreachable for a moment.
 pub(crate) const LAPSED_RESERVATION_TTL: Duration = Duration::from_secs(2 * 60);
 
 /// Token limits.
